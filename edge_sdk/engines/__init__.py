@@ -1,8 +1,4 @@
-"""Engines train a model on a device: PyTorch, or ONNX Runtime, which needs the training step as a graph and no PyTorch.
-
-Methods see an ``Engine``: they load tensors into it, let it train a part of them, judge them and read them again, all
-as numpy arrays by name.
-"""
+"""Engines train a model on a device: PyTorch, or ONNX Runtime, which runs the training step as a graph."""
 
 from __future__ import annotations
 
@@ -22,28 +18,28 @@ from .training import EVERYTHING, Adjustment, Batch, LocalResult, Part, Pull, Te
 
 EngineName = Literal["onnx", "torch"]
 EngineChoice = Literal["auto", "onnx", "torch"]
-"""``auto``: ONNX Runtime where federation, method and device allow it, and no GPU is there; PyTorch otherwise."""
+"""``auto``: ONNX Runtime on a device without a GPU if federation and method allow it, otherwise PyTorch."""
 
 Progress = Callable[[int, int, float], None]
-"""(steps done, steps in all, running loss) of local training."""
+"""(steps done, total steps, running loss) of local training."""
 
 
 class Engine(Protocol):
-    """A model, and what trains and judges it. manifest: the model's. title: the engine's name, to be read."""
+    """A model with its training and evaluation."""
 
     @property
     def title(self) -> str:
-        """The engine's name."""
+        """The engine's name for people."""
 
     @property
     def manifest(self) -> Manifest:
-        """The model's description."""
+        """The model's manifest."""
 
     def load(self, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Copy tensors into the model, by name; what is not named stays. Raises ManifestError, naming the tensor."""
+        """Copy tensors into the model by name. Raises ManifestError, naming the tensor."""
 
     def read(self) -> Tensors:
-        """Return copies of every tensor that the manifest keeps, by name, C-contiguous."""
+        """Return C-contiguous copies of the tensors that the manifest keeps."""
 
     def train(
         self,
@@ -57,16 +53,14 @@ class Engine(Protocol):
         adjustment: Adjustment | None = None,
         progress: Progress = lambda done, total, loss: None,
     ) -> LocalResult:
-        """Train a part of the model on ``batches`` for ``local_steps``, or else ``local_epochs``.
+        """Train a part of the model for ``local_steps``, or else ``local_epochs``.
 
-        Steps wrap round the data. The optimiser of ``settings`` starts afresh; ``seed`` decides shuffling and dropout.
-        A pull is left out of the losses reported. adjustment: changes what exists of the model on the way. Raises
-        TrainingDiverged for a loss or weight that is not finite, ValueError where there is nothing to train on, and
-        ManifestError or ValueError for a part that is not the model's.
+        The optimiser starts afresh; ``seed`` decides shuffling and dropout. The reported losses exclude the pull.
+        Raises TrainingDiverged, ValueError without training data, and ManifestError or ValueError for an invalid part.
         """
 
     def epochs(self, batches: Batches, seed: int) -> Iterator[Batch]:
-        """Go through data again and again, as ``differentiate`` takes batches, in the order that ``seed`` decides."""
+        """Iterate over the data indefinitely, reseeding from ``seed``."""
 
     def differentiate(
         self,
@@ -78,71 +72,55 @@ class Engine(Protocol):
         teacher: Teacher | None = None,
         responsibilities: NDArray[Any] | None = None,
     ) -> tuple[float, NDArray[Any]]:
-        """Return loss and outputs [N, ...] for ``batches`` taken as one, in training mode, and hand ``visit`` the name
-        and the gradient of each parameter in ``names``.
+        """Return loss and outputs [N, ...] of ``batches`` taken as one, in training mode; ``visit`` the gradients.
 
-        A gradient is the engine's own, and lasts until the next call; ``visit`` must not change the model. moves:
-        whether running statistics do, as in a step. teacher: teaches in place of, or beside, the targets.
-        responsibilities: of a mixture, [N, M]: gradients are of the mean over samples of Σ_m r_m times component m's
-        loss, where without they are of the mixture's own. Neither changes with the other.
+        moves: whether running statistics move. teacher: replaces or complements the targets. responsibilities [N, M]:
+        gradients are of the mean over samples of Σ_m r_m times the loss of component m of a mixture.
         """
 
     def curvature(self, batches: Sequence[Batch], direction: Mapping[str, NDArray[np.float32]]) -> Tensors:
-        """Return the Hessian of the loss times ``direction``, which has parameters' names and shapes, for these.
-
-        The loss is that of ``differentiate``; the model stays as it is. Raises NoCurvature where the engine cannot
-        differentiate it twice.
-        """
+        """Return the Hessian of ``differentiate``'s loss times ``direction``. Raises NoCurvature if unsupported."""
 
     def take_statistics(self, batches: Batches) -> int:
-        """Give batch norms the means of the batches' statistics; return how many samples that took, 0 without any.
-
-        The model is run in evaluation mode, but for batch norms, and learns nothing.
-        """
+        """Set running statistics to means over the batches; return the number of samples."""
 
     def evaluate(self, batches: Batches, *, metrics: bool = False) -> Evaluation:
-        """Return mean loss and, where the task is a classification, accuracy on ``batches``, in evaluation mode.
-
-        metrics: measure the task's, too. Raises TrainingDiverged when the loss is not finite, ValueError where there is
-        no sample.
-        """
+        """Return mean loss, for a classification accuracy, and metrics. Raises TrainingDiverged, ValueError."""
 
     def scores(self, batches: Batches) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the model's outputs [N, C, ...] on ``batches``, float32, in evaluation mode, and their targets [N]."""
+        """Return outputs [N, C, ...], float32, in evaluation mode, and targets."""
 
     def likelihoods(self, batches: Batches) -> NDArray[Any]:
-        """Return ln p(y | x) under each component of a mixture, float32 [N, M], in evaluation mode."""
+        """Return ln p(y | x) under each component of a mixture, float32 [N, M]."""
 
     def loss(self, outputs: NDArray[Any], targets: Any) -> float:
-        """Return the task's loss of outputs [N, ...], for targets as a ``Batch`` has them."""
+        """Return the task's loss of outputs [N, ...] for targets of a ``Batch``."""
 
     def scaled(self, scale: NDArray[np.float32]) -> Engine:
-        """Return an engine of this very model that trains on the loss of outputs [N, C, ...] times ``scale`` [C] or
-        []."""
+        """Return an engine of this model whose loss is of outputs [N, C, ...] times ``scale`` [C] or []."""
 
     def twin(self) -> Engine:
-        """Return an engine of another model of the same kind, which holds the same tensors."""
+        """Return an engine of a copy of the model."""
 
     def narrow(self, mask: NeuronMask, batches: Batches | None) -> Cut:
-        """Return an engine of the active neurons of ``mask`` alone.
+        """Return the engine of a network with only the active neurons of ``mask``.
 
-        batches: on whose first samples the narrow network is compared with the whole one, where the weights of all
-        other neurons must be zero; None leaves that out. Raises CannotNarrow.
+        batches: compare it with the whole network, whose other neurons must have zero weights. Raises CannotNarrow.
         """
 
 
 class Cut(Protocol):
-    """A narrow network that was cut out of an engine's."""
+    """A narrow network, cut out of an engine's."""
 
     @property
     def engine(self) -> Engine:
-        """The narrow network's."""
+        """The narrow network's engine."""
 
     def write_back(self) -> None:
-        """Bring what the narrow network has become into the whole one; what is dropped stays as it is."""
+        """Copy the narrow network's values into the whole one."""
 
 
 def evaluate_held_out(engine: Engine, validation: Batches, test: Batches | None) -> tuple[Evaluation, Evaluation]:
-    """Return what ``Engine.evaluate`` does on test and on validation data, once where they are the same."""
+    """Return the evaluations on test and on validation data."""
     judged = engine.evaluate(validation, metrics=test is None)
     return judged if test is None else engine.evaluate(test, metrics=True), judged

@@ -1,9 +1,4 @@
-"""Check that a device can afford a federation's graphs: by prediction before anything is allocated, then by a trial.
-
-Nothing ends ONNX Runtime within a node. So no node may be predicted to take longer than ``MOST_SECONDS`` for a batch of
-this device, on this device; what a batch takes must fit its memory; and a published step, which may be made to deceive
-the prediction, first runs in a process that is killed at a deadline.
-"""
+"""Check that a device can afford a federation's graphs: by prediction, then by a trial."""
 
 from __future__ import annotations
 
@@ -24,30 +19,32 @@ from sparrow.protocol.manifest import Array, Manifest, Tensors
 
 from .speed import measured_speed
 
+# ONNX Runtime cannot be stopped within a node. So each node's predicted time per batch is limited (``MOST_SECONDS``),
+# and a step that was made to deceive the prediction is caught by a trial in a process with a deadline.
 SPARE = 64 * MIB
-"""Bytes beyond what is free that are left to ``budget.preparation``: it measures, and names a budget that fits."""
+"""Bytes beyond the free memory that are left to ``budget.preparation``, which measures and suggests a budget."""
 MOST_BATCH_SECONDS = 300.0
-"""Seconds that a batch may take, as predicted."""
+"""Longest predicted time of a batch."""
 STARTING_SECONDS = 60.0
-"""Of the process of a trial: to start, and to load the graph. Small boards take ten."""
+"""Time for the trial's process to start and load the graph; small boards take ten."""
 OVER = 10
-"""How many times as long as predicted a trial may take, and how much memory."""
+"""Factor on predicted time and memory of a trial."""
 BESIDE = 512 * MIB
-"""Bytes of the process of a trial beside those that are predicted."""
+"""Bytes of the trial's process besides the predicted ones."""
 
 _tried: set[tuple[str, int]] = set()
 
 
 class TooCostly(GraphError):
-    """A graph that takes more time or memory than this device gives it."""
+    """A graph takes more time or memory than this device has."""
 
     failure = Failure("bad-work/cost")
 
 
 def check_affordable(needs: tuple[Needs, Needs], manifest: Manifest, train: int, held_out: int, free: int) -> None:
-    """Raise TooCostly if a step or an evaluation of a federation takes too long, or more memory than there is.
+    """Raise TooCostly if a training step or an evaluation takes too long, or more memory than there is.
 
-    needs: of both. train, held_out: samples of a batch of each. free: bytes that training may add.
+    train, held_out: samples per batch. free: bytes that training may add.
     """
     speed = measured_speed()
     tensors = sum(spec.size * np.dtype(spec.dtype).itemsize for spec in manifest.kept)
@@ -69,15 +66,14 @@ def check_affordable(needs: tuple[Needs, Needs], manifest: Manifest, train: int,
         if taken > max(0, free) + SPARE:
             raise TooCostly(
                 f"the {what} is predicted to take {taken / MIB:,.0f} MiB of memory for a batch of {samples} samples, "
-                f"and there are {max(0, free) / MIB:,.0f}; give this device more, or {smaller}"
+                f"but only {max(0, free) / MIB:,.0f} are available; give this device more, or {smaller}"
             )
 
 
 def try_step(graphs: Graphs, needs: Needs, tensors: Tensors, inputs: Array, targets: Array) -> None:
-    """Run a published step once, on a batch, in a process that is killed if it takes too much; then return.
+    """Run a published step on one batch in a process with limits on time and memory.
 
-    tensors: the model's, by name. A step is tried once in a process, for each size of a batch. Raises TooCostly, and
-    GraphError for a step that the runtime does not run.
+    Each step is tried once per process and batch size. Raises TooCostly, and GraphError if the runtime cannot run it.
     """
     key = hashlib.sha256(graphs.step).hexdigest(), len(inputs)
     if key in _tried or not sys.executable:
@@ -91,12 +87,12 @@ def try_step(graphs: Graphs, needs: Needs, tensors: Tensors, inputs: Array, targ
         run_limited(trial.__name__, request, seconds=seconds, memory=memory)
     except (TookTooLong, TookTooMuchMemory) as error:
         raise TooCostly(
-            f"the training step was tried on {len(inputs)} samples in a process of its own: {error}, and far less was "
-            "predicted. Do not train with it; tell the operator and the model's author"
+            f"the training step was tried on {len(inputs)} samples in a separate process: {error}, far more than "
+            "predicted. Do not train with it; report it to the operator and the model's author"
         ) from None
     except NotAnswered as error:
         raise GraphError(
-            f"the training step was tried in a process of its own, and {error}. Do not train with it; tell the "
+            f"the training step was tried in a separate process, and {error}. Do not train with it; report it to the "
             "operator and the model's author"
         ) from None
     _tried.add(key)

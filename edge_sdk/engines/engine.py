@@ -1,4 +1,4 @@
-"""The engine of ONNX Runtime, as methods see it."""
+"""The ONNX Runtime engine."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ Chance = np.random.Generator
 
 
 class OnnxEngine:
-    """An ``Engine`` on ONNX Runtime. classification: whether targets are class indices. metrics: what else is measured.
-    chance: what is drawn comes from, seeded by ``epochs``; twins and narrow networks share it."""
+    """An ``Engine`` on ONNX Runtime. chance: shared with twins and narrow networks."""
 
     title = "ONNX Runtime"
 
@@ -54,9 +53,13 @@ class OnnxEngine:
         metrics: Mapping[str, Metric] | None = None,
         chance: Chance | None = None,
     ) -> None:
-        self.network, self._classification, self._metrics = network, classification, dict(metrics or {})
+        self.network = network
+        self._classification = classification
+        self._metrics = dict(metrics or {})
         self._chance = chance or np.random.Generator(np.random.PCG64())
-        self.load, self.read, self.manifest = network.load, network.read, network.manifest
+        self.load = network.load
+        self.read = network.read
+        self.manifest = network.manifest
         self._ignored = None if network.manifest.targets is None else network.manifest.targets.ignored
 
     def train(
@@ -76,7 +79,8 @@ class OnnxEngine:
         diverged = Divergence(settings, learning_rate, total)
         training = Training(self.network, rule_of(settings, learning_rate), part, pull)
         recent: deque[Batch] = deque(maxlen=adjustment.batches if adjustment else 0)
-        seen, loss_sum = 0, 0.0
+        seen = 0
+        loss_sum = 0.0
         for step, (inputs, targets) in enumerate(islice(self.epochs(batches, seed), total), start=1):
             recent.append((inputs, targets))
             loss = training.step(inputs, targets, training.draw(self._chance, len(targets)))
@@ -94,10 +98,9 @@ class OnnxEngine:
         return LocalResult(count_examples(batches), seen, total, loss_sum / seen)
 
     def check_plausible(self, batches: Batches, seed: int) -> Plausibility:
-        """Compare the step's gradients with differences of its loss, on the first samples and the current weights.
+        """Compare the step's gradients with finite differences of its loss.
 
-        Model, order of the data and random state stay as they are. Raises ImplausibleStep, naming the parameters, and
-        ValueError for data without a batch.
+        Restores the model, data order and random state. Raises ImplausibleStep, and ValueError without a batch.
         """
         with random_state_kept(batches):
             for batch in batches:
@@ -106,7 +109,7 @@ class OnnxEngine:
         raise ValueError("the task's training data has no batches; give it at least one sample")
 
     def epochs(self, batches: Batches, seed: int) -> Iterator[Batch]:
-        """Go through data again and again, and draw from ``seed`` from now on."""
+        """Iterate over the data indefinitely, reseeding from ``seed``."""
         self._chance.bit_generator.state = np.random.PCG64([seed, 1]).state
         yield from map(as_arrays, passes(batches, seed))
 
@@ -122,11 +125,14 @@ class OnnxEngine:
     ) -> tuple[float, Array]:
         """Return loss and outputs, and hand out gradients."""
         inputs, targets = _joined(batches)
-        network, more = self.network, dict[str, Array]()
+        network = self.network
+        more = dict[str, Array]()
         if teacher is not None:
-            network, more = network.taught(teacher.weight, teacher.temperature), {"teacher": teacher.outputs}
+            network = network.taught(teacher.weight, teacher.temperature)
+            more = {"teacher": teacher.outputs}
         elif responsibilities is not None:
-            network, more = network.weighed, {"responsibilities": responsibilities}
+            network = network.weighed
+            more = {"responsibilities": responsibilities}
         step = network.step()
         given = step.draw(self._chance, len(targets)) | more
         loss = step.run(inputs, targets, given, moves=moves)
@@ -142,8 +148,9 @@ class OnnxEngine:
         return self.network.flow({"input": inputs, "target": targets, **drawn}, direction)
 
     def take_statistics(self, batches: Batches) -> int:
-        """Give batch norms the means of the batches' statistics."""
-        found, passed = dict[str, list[Array]](), 0
+        """Set the running statistics of batch norms to means over the batches."""
+        found = dict[str, list[Array]]()
+        passed = 0
         for inputs, targets in map(as_arrays, batches):
             for name, statistics in self.network.statistics(inputs).items():
                 found.setdefault(name, []).extend(statistics)
@@ -155,7 +162,9 @@ class OnnxEngine:
 
     def evaluate(self, batches: Batches, *, metrics: bool = False) -> Evaluation:
         """Return mean loss, accuracy and metrics."""
-        seen, loss_sum, correct = 0.0, 0.0, 0
+        seen = 0.0
+        loss_sum = 0.0
+        correct = 0
         pairs: list[tuple[Array, Array]] = []
         for inputs, targets in map(as_arrays, batches):
             weight = weight_of(targets, self._ignored)
@@ -183,28 +192,27 @@ class OnnxEngine:
         return np.concatenate([self.network.likelihoods(*batch) for batch in map(as_arrays, batches)])
 
     def loss(self, outputs: Array, targets: Array) -> float:
-        """Return the loss of outputs."""
+        """Return the loss of given outputs."""
         return self.network.loss(outputs, targets)
 
     def scaled(self, scale: NDArray[np.float32]) -> OnnxEngine:
-        """Return an engine of this model that trains on the loss of its outputs times ``scale``."""
+        """Return an engine of this model whose loss is of its outputs times ``scale``."""
         return self._of(self.network.scaled(scale))
 
     def twin(self) -> OnnxEngine:
-        """Return an engine of another model of the same kind."""
+        """Return an engine of a copy of the model."""
         return self._of(self.network.twin())
 
     def narrow(self, mask: NeuronMask, batches: Batches | None) -> OnnxCut:
-        """Return the network of the active neurons, which is not compared: rules, not code, say what it computes."""
+        """Return the engine of the active neurons."""
         return OnnxCut(Narrow(self.network, mask), self._of)
 
     def _of(self, network: Network) -> OnnxEngine:
-        """Return an engine of another network of the same task."""
         return OnnxEngine(network, classification=self._classification, metrics=self._metrics, chance=self._chance)
 
 
 def _known(inputs: Array, targets: Array, ignored: int | None) -> tuple[Array, Array]:
-    """Return the samples with a target that the loss does not leave out: without any, its mean is 0 / 0."""
+    """Return the samples with a target that the loss counts; without one, the mean loss would be 0 / 0."""
     if ignored is None:
         return inputs, targets
     known = (targets.reshape(len(targets), -1) != ignored).any(axis=1)
@@ -217,7 +225,7 @@ def _joined(batches: Sequence[Batch]) -> tuple[Array, Array]:
 
 
 class OnnxCut:
-    """A narrow network, and the engine that trains it."""
+    """A narrow network with its engine."""
 
     def __init__(self, narrow: Narrow, engine_of: Callable[[Network], OnnxEngine]) -> None:
         self.engine = engine_of(narrow.network)

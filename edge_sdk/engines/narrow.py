@@ -1,4 +1,4 @@
-"""Physically small networks without PyTorch: of the active neurons alone, as ``training.narrow`` has them with it."""
+"""Physically smaller networks without PyTorch, with only the active neurons (see ``training.narrow``)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from sparrow.protocol.neurons import Narrowing
 from .onnx import Index, Network, Sessions
 
 KEPT = 8
-"""Widths whose sessions are kept; those that were not used for longest are forgotten first."""
+"""Widths whose sessions are cached; the least recently used are dropped."""
 
 
 class Narrow:
-    """The network of the active neurons of ``network``, whose dropped ones must be zero.
-
-    network: one that holds what is active, or the whole itself where that is everything. manifest: its own. Sessions
-    are made once for as many neurons, whichever they are. Raises CannotNarrow.
-    """
+    """The network of the active neurons of ``network``, whose dropped neurons must be zero. Raises CannotNarrow."""
 
     def __init__(self, network: Network, mask: NeuronMask) -> None:
-        self._whole, self._narrowing = network, Narrowing.of(network.manifest, mask)
-        self.network, self.manifest = network, self._narrowing.manifest
+        self._whole = network
+        self._narrowing = Narrowing.of(network.manifest, mask)
+        self.network = network
+        self.manifest = self._narrowing.manifest
         if self.manifest is network.manifest:
             return
-        # A graph is cut once: the neurons of a network that is narrow already are found in the whole one.
+        # Graphs are cut from the whole network only: the neurons of a narrow one are translated first.
         whole, outer = network.cut_from or (network, None)
         of_whole = mask if outer is None else _within(outer, mask)
         sessions, labels = _sessions(whole, of_whole)
@@ -40,7 +38,7 @@ class Narrow:
         self.network.load({spec.name: self._narrowing.take(spec, tensors[spec.name]) for spec in self.manifest.kept})
 
     def write_back(self) -> None:
-        """Bring what the narrow network has become into the whole one; what is dropped stays as it is."""
+        """Copy the narrow network's values into the whole one."""
         if self.network is self._whole:
             return
         for name, tensor in self.network.tensors.items():
@@ -48,13 +46,14 @@ class Narrow:
 
 
 def _within(outer: NeuronMask, mask: NeuronMask) -> NeuronMask:
-    """Return the neurons of a whole network that are active in ``mask``, whose neurons are those of ``outer``."""
+    """Return the mask of a whole network for a ``mask`` of its narrow network of the neurons ``outer``."""
     return NeuronMask({group: outer.active[group][active] for group, active in mask.active.items()})
 
 
 def _sessions(network: Network, mask: NeuronMask) -> tuple[Sessions, Mapping[str, Label]]:
     counts = {group: len(mask.active[group]) for group in network.manifest.group_sizes}
-    whole, widths = network.sessions, tuple(counts.values())
+    whole = network.sessions
+    widths = tuple(counts.values())
     kept = whole.narrow
     with whole.lock:
         if widths not in kept:
@@ -63,14 +62,15 @@ def _sessions(network: Network, mask: NeuronMask) -> tuple[Sessions, Mapping[str
             graphs = replace(whole.graphs, step=step, evaluation=evaluation)
             kept[widths] = Sessions(graphs, threads=whole.threads), {**labels, **more}
         found: tuple[Sessions, Mapping[str, Label]] = kept.pop(widths)
-        kept[widths] = found  # the last that was used
+        # Move the entry to the end, as the most recently used.
+        kept[widths] = found
         while len(kept) > KEPT:
             del kept[next(iter(kept))]
     return found
 
 
 def _index(network: Network, mask: NeuronMask, labels: Mapping[str, Label]) -> dict[str, Index]:
-    """Return the values of a narrow graph's inputs that say which neurons are active."""
+    """Return the index inputs of a narrow graph that select the active neurons."""
     sizes = {**network.manifest.group_sizes, ALWAYS: 1}
     neurons = NeuronMask({**mask.active, ALWAYS: np.arange(1)})
     index: dict[str, Index] = {}

@@ -1,8 +1,4 @@
-"""The engine of ONNX Runtime, for inference as it is: it trains with the training step as a graph.
-
-Parameters and buffers are numpy arrays that the runtime reads where they lie, and gradients are written into arrays
-that are used again, so that a step copies nothing but its batch.
-"""
+"""Training with ONNX Runtime's inference package, which runs the training step as a graph."""
 
 from __future__ import annotations
 
@@ -38,7 +34,8 @@ from .training import (
 Array = NDArray[Any]
 Index = NDArray[np.int64]
 
-GRADIENT, NEXT = "grad:", "new:"
+GRADIENT = "grad:"
+NEXT = "new:"
 DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.float32]]] = {
     "uniform": lambda chance, shape: chance.random(shape, np.float32),
     "normal": lambda chance, shape: chance.standard_normal(shape, np.float32),
@@ -46,7 +43,7 @@ DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.flo
 TYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_, "tensor(int32)": np.int32}
 
 
-# One arena for all sessions of a process, which grows by what it lacks: by default each has its own, and doubles it.
+# One arena for all sessions of a process, which grows by the missing bytes. By default each session doubles its own.
 onnxruntime.create_and_register_allocator(
     onnxruntime.OrtMemoryInfo(
         "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
@@ -56,15 +53,16 @@ onnxruntime.create_and_register_allocator(
 
 
 def give_back() -> None:
-    """Return to the system what the arena holds free: it keeps what any step has ever needed."""
+    """Return the arena's free memory to the system."""
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
     _idle().run(None, {"x": np.zeros(1, np.float32)}, options)
 
 
+# The arena shrinks only at the end of a run.
 @cache
 def _idle() -> onnxruntime.InferenceSession:
-    """Return a session that does next to nothing: the arena shrinks at the end of a run."""
+    """Return a session with a trivial graph."""
     given, made = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y"))
     graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "idle", [given], [made])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
@@ -76,45 +74,43 @@ def _options(threads: int) -> onnxruntime.SessionOptions:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    options.enable_mem_pattern = False  # else each session holds one more block for all that a step makes
+    # With memory patterns each session would hold one more block for all values of a step.
+    options.enable_mem_pattern = False
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 
 
 class Sessions:
-    """The runtime's sessions of a task's graphs, made when they are first needed; networks of one shape share them, in
-    whichever threads they are.
-
-    threads: that one step may use. narrow: what is kept for narrow networks, by their widths. lock: held while any of
-    this is made.
-    """
+    """Sessions of a task's graphs, made on demand and shared by networks of one shape, also across threads."""
 
     def __init__(self, graphs: Graphs, *, threads: int = 1) -> None:
-        self.graphs, self.threads, self.lock = graphs, threads, threading.RLock()
+        self.graphs = graphs
+        self.threads = threads
+        self.lock = threading.RLock()
         self.narrow: dict[tuple[int, ...], Any] = {}
         self._others: dict[tuple[Any, ...], Sessions] = {}
         self._made: dict[tuple[Any, ...], onnxruntime.InferenceSession] = {}
 
     def anew(self) -> Sessions:
-        """Return others of the same graphs, of which none is made."""
+        """Return new sessions of the same graphs."""
         return Sessions(self.graphs, threads=self.threads)
 
     def step(self, parts: Parts, lowest: Collection[str]) -> onnxruntime.InferenceSession:
-        """Return the training step, of some rows and columns of weights alone where ``parts`` says so."""
+        """Return the training step, restricted to some rows and columns of the weights in ``parts``."""
         key = ("step", *sorted(parts.items()), *sorted(lowest))
         return self._of(key, lambda: optimise(self.graphs.step, parts, lowest))
 
     def scaled(self) -> Sessions:
-        """Return those of the step on the loss of outputs times an input ``scale``."""
+        """Return the sessions of a step whose outputs are multiplied by an input ``scale``."""
         return self._other(("scaled",), scale_outputs)
 
     def taught(self, weight: float, temperature: float) -> Sessions:
-        """Return those of the step on the loss of a student, whose teacher's outputs are an input ``teacher``."""
+        """Return the sessions of a student's step, with its teacher's outputs as an input ``teacher``."""
         return self._other(("taught", weight, temperature), lambda step: distil(step, weight, temperature))
 
     def weighed(self) -> Sessions:
-        """Return those of a mixture's step whose responsibilities are an input."""
+        """Return the sessions of a mixture's step, with responsibilities as an input."""
         return self._other(("weighed",), weigh)
 
     def _other(self, key: tuple[Any, ...], make: Callable[[bytes], bytes]) -> Sessions:
@@ -125,11 +121,11 @@ class Sessions:
             return self._others[key]
 
     def flow(self, names: Collection[str]) -> onnxruntime.InferenceSession:
-        """Return the Hessian times a direction, of the weights ``names``. Raises NoCurvature."""
+        """Return the Hessian times a direction for the weights ``names``. Raises NoCurvature."""
         return self._of(("flow", *names), lambda: flow_graph(self.graphs.step, names))
 
     def statistics(self) -> onnxruntime.InferenceSession | None:
-        """Return what batch norms find of a batch; None where the model has none."""
+        """Return the batch statistics of batch norms; None if the model has none."""
         graph = self._statistics
         return None if graph is None else self._of(("statistics",), lambda: graph)
 
@@ -142,11 +138,11 @@ class Sessions:
         return batch_statistics(self.graphs.evaluation)
 
     def evaluation(self) -> onnxruntime.InferenceSession:
-        """Return what a model answers, and its loss."""
+        """Return the model's outputs and loss."""
         return self._of(("evaluation",), lambda: optimise(self.graphs.evaluation))
 
     def judgement(self) -> onnxruntime.InferenceSession:
-        """Return the loss of answers."""
+        """Return the loss of given outputs."""
         return self._of(("judgement",), lambda: judge_outputs(self.graphs.evaluation))
 
     def _of(self, key: tuple[Any, ...], graph: Callable[[], bytes]) -> onnxruntime.InferenceSession:
@@ -159,8 +155,7 @@ class Sessions:
 
 
 class Network:
-    """A model's tensors, but for frozen ones, and the graphs that train and judge it. index: what else these read, by
-    name. tensors: those of another network, which are to be this one's, too."""
+    """A model's tensors, without frozen ones, and its graphs. index: further inputs of the graphs."""
 
     def __init__(
         self,
@@ -169,7 +164,9 @@ class Network:
         index: Mapping[str, Array] | None = None,
         tensors: Tensors | None = None,
     ) -> None:
-        self.manifest, self.sessions, self._index = manifest, sessions, dict(index or {})
+        self.manifest = manifest
+        self.sessions = sessions
+        self._index = dict(index or {})
         self._fixed = {**sessions.graphs.frozen, **self._index}
         self.tensors: Tensors = tensors or {
             spec.name: np.zeros(spec.shape, np.dtype(spec.dtype)) for spec in manifest.kept
@@ -178,22 +175,22 @@ class Network:
         self._students: dict[tuple[float, float], Network] = {}
         self._evaluation: Step | None = None
         self.cut_from: tuple[Network, NeuronMask] | None = None
-        """The whole network and its active neurons, of a narrow one."""
+        """For a narrow network, the whole network and the active neurons."""
 
     def twin(self) -> Network:
-        """Return another model of the same kind, which holds the same tensors."""
+        """Return a copy of the model."""
         twin = Network(self.manifest, self.sessions, self._index)
         twin.load(self.tensors)
         return twin
 
     def scaled(self, scale: Array) -> Network:
-        """Return the same model, trained on the loss of its outputs [N, C, ...] times ``scale`` [C] or []."""
+        """Return the same model with the loss of its outputs times ``scale`` [C] or []."""
         shape = (*self.manifest.output_shape[:1], *(1 for _ in self.manifest.output_shape[1:]))
         factor = np.array(np.broadcast_to(np.asarray(scale, np.float32), shape[:1]).reshape(shape))
         return Network(self.manifest, self.sessions.scaled(), {**self._index, "scale": factor}, self.tensors)
 
     def taught(self, weight: float, temperature: float) -> Network:
-        """Return the same model, trained on the loss of a student."""
+        """Return the same model with a student's loss."""
         key = (weight, temperature)
         if key not in self._students:
             self._students[key] = Network(self.manifest, self.sessions.taught(*key), self._index, self.tensors)
@@ -201,11 +198,11 @@ class Network:
 
     @cached_property
     def weighed(self) -> Network:
-        """The same mixture, whose step is given responsibilities."""
+        """The same mixture with responsibilities as an input of its step."""
         return Network(self.manifest, self.sessions.weighed(), self._index, self.tensors)
 
     def load(self, tensors: Mapping[str, Array]) -> None:
-        """Copy tensors into the model, by name; what is not named stays. Raises ManifestError, naming the tensor."""
+        """Copy tensors into the model by name. Raises ManifestError, naming the tensor."""
         check_loadable(tensors, {name: tensor.shape for name, tensor in self.tensors.items()})
         for name, tensor in tensors.items():
             np.copyto(self.tensors[name], tensor, casting="unsafe")
@@ -215,7 +212,7 @@ class Network:
         return {name: np.array(tensor) for name, tensor in self.tensors.items()}
 
     def step(self, parts: Parts | None = None, lowest: Collection[str] = ()) -> Step:
-        """Return the training step, of some rows and columns of weights alone where ``parts`` says so."""
+        """Return the training step, restricted to some rows and columns of the weights in ``parts``."""
         parts = parts or {}
         key = (*sorted(parts.items()), *sorted(lowest))
         if key not in self._steps:
@@ -224,7 +221,7 @@ class Network:
 
     @property
     def evaluation(self) -> Step:
-        """The evaluation: ``run`` it for loss and outputs."""
+        """The evaluation; ``run`` gives loss and outputs."""
         if self._evaluation is None:
             self._evaluation = Step(self.sessions.evaluation(), {**self.tensors, **self._fixed})
         return self._evaluation
@@ -234,12 +231,11 @@ class Network:
         return float(self._run(self.sessions.judgement(), {"output": outputs, "target": targets})["loss"])
 
     def likelihoods(self, inputs: Array, targets: Array) -> Array:
-        """Return ln p(y | x) of a batch under each component of a mixture, float32 [N, M]."""
+        """Return ln p(y | x) under each component of a mixture, float32 [N, M]."""
         return self._run(self.sessions.likelihoods(), {"input": inputs, "target": targets})["likelihoods"]
 
     def flow(self, given: Mapping[str, Array], direction: Mapping[str, Array]) -> Tensors:
-        """Return the Hessian times ``direction``, by the same names. given: a batch, and what is drawn for it. Raises
-        NoCurvature."""
+        """Return the Hessian times ``direction``. given: a batch and its random inputs. Raises NoCurvature."""
         along = {ALONG + name: each for name, each in direction.items()}
         found = self._run(self.sessions.flow(tuple(direction)), {**given, **along})
         return {
@@ -248,16 +244,18 @@ class Network:
         }
 
     def statistics(self, inputs: Array) -> dict[str, list[Array]]:
-        """Return what batch norms find of a batch, by the tensors that are to hold it: one for each use of a norm."""
-        session, named = self.sessions.statistics(), dict[str, list[Array]]()
+        """Return the batch statistics of a batch: tensor -> an array per use of its norm."""
+        session = self.sessions.statistics()
+        named = dict[str, list[Array]]()
         for place, found in (self._run(session, {"input": inputs}) if session else {}).items():
             name = place.partition(":")[2]
-            if name in self.tensors:  # statistics of frozen norms stay
+            # Statistics of frozen norms stay.
+            if name in self.tensors:
                 named.setdefault(name, []).append(found)
         return named
 
     def _run(self, session: onnxruntime.InferenceSession, given: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the outputs of a graph that is run now and then, by name."""
+        """Return the outputs of a graph by name, without binding."""
         held = {**self.tensors, **self._fixed, **given}
         feeds: dict[str, Array] = {
             each.name: np.ascontiguousarray(held[each.name], TYPES[each.type]) for each in session.get_inputs()
@@ -266,22 +264,26 @@ class Network:
         return dict(zip(names, session.run(names, feeds), strict=True))
 
 
+# The runtime reads parameters in place and writes gradients into reused arrays, so that a step copies only its batch.
 class Step:
-    """A graph bound to a model's tensors. gradients: name -> array, which every run writes anew."""
+    """A graph bound to a model's tensors. gradients: name -> array, overwritten by every run."""
 
     def __init__(self, session: onnxruntime.InferenceSession, tensors: Tensors) -> None:
         self._session = session
         self._binding = self._session.io_binding()
-        self._held: dict[str, Any] = {}  # what the runtime reads and writes must live as long as it may
+        # The runtime reads and writes these arrays, so they must stay alive.
+        self._held: dict[str, Any] = {}
         self.inputs = {each.name: tuple(each.shape) for each in self._session.get_inputs()}
         self._types = {each.name: TYPES[each.type] for each in self._session.get_inputs()}
         for name in self.inputs.keys() & tensors.keys():
             self._bind(name, tensors[name])
         self.gradients: dict[str, NDArray[np.float32]] = {}
         self._moved: list[tuple[NDArray[Any], NDArray[Any]]] = []
-        self._free: list[str] = []  # as long as the batch
+        # Outputs of the batch's length.
+        self._free: list[str] = []
         self._loss = np.zeros((), np.float32)
-        self._bound = 0  # outputs that keep their places, before those that are as long as the batch
+        # Number of outputs with fixed arrays, which come before the free ones.
+        self._bound = 0
         self._batch = 0
         for output in self._session.get_outputs():
             kind, colon, name = output.name.partition(":")
@@ -303,19 +305,17 @@ class Step:
         self._binding.bind_ortvalue_input(name, self._hold(name, array))
 
     def _hold(self, name: str, array: Array) -> Any:
-        """Return an array as the runtime takes it; it lives until another has its name."""
         self._held[name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
         return self._held[name]
 
     def choose(self, index: Mapping[str, Index]) -> None:
-        """Give the active rows and columns: ``rows:NAME``, ``columns:NAME``, int64; those of a weight whose error is
-        computed whole are not asked for."""
+        """Bind the active rows and columns: ``rows:NAME``, ``columns:NAME``, int64."""
         for name, places in index.items():
             if name in self.inputs:
                 self._bind(name, np.ascontiguousarray(places, np.int64))
 
     def draw(self, chance: np.random.Generator, count: int) -> dict[str, NDArray[np.float32]]:
-        """Return what the step draws for ``count`` samples, by the names of its inputs."""
+        """Return random inputs of the step for ``count`` samples, by name."""
         drawn = {}
         for name, shape in self.inputs.items():
             kind = name.removesuffix("_step")
@@ -326,12 +326,13 @@ class Step:
     def run(
         self, inputs: Array, targets: Array, drawn: Mapping[str, Array] | None = None, *, moves: bool = True
     ) -> float:
-        """Return the loss of a batch; gradients are in ``gradients``, and running statistics have moved."""
+        """Return the loss of a batch; write ``gradients``, and move running statistics."""
         given = {"input": inputs, "target": targets, **(drawn or {})}
         for name, array in given.items():
             if name in self.inputs:
                 self._binding.bind_cpu_input(name, np.ascontiguousarray(array, self._types[name]))
-        if len(inputs) != self._batch:  # what was made for another one is too short
+        # Outputs that were allocated for another batch size do not fit.
+        if len(inputs) != self._batch:
             self._batch = len(inputs)
             for name in self._free:
                 self._binding.bind_output(name)
@@ -345,17 +346,13 @@ class Step:
         return self.run(inputs, targets), self.output()
 
     def output(self) -> NDArray[np.float32]:
-        """Return the model's outputs [N, ...] for the batch of the last run, which the next run does not change."""
+        """Return a copy of the last run's outputs [N, ...]."""
         outputs = self._binding.get_outputs()
         return np.array(outputs[self._bound + self._free.index("output")].numpy())
 
 
 class Training:
-    """Steps of a network: what ``part`` names of it is moved by an optimiser that begins anew.
-
-    A parameter that the loss does not depend on never moves. Parameters that have factors are multiplied by them until
-    ``end``.
-    """
+    """Training steps of a ``part`` of a network, with a new optimiser."""
 
     def __init__(self, network: Network, rule: Rule, part: Part = EVERYTHING, pull: Pull | None = None) -> None:
         self._leaves = leaves_of(network.manifest, network.tensors, part)
@@ -363,7 +360,8 @@ class Training:
         self._step = network.step(parts, lowest)
         self._step.choose(index)
         self._optimiser = Optimiser(rule, {name: leaf.values for name, leaf in self._leaves.items()})
-        self._pull, self._start = pull, dict[str, Array]()
+        self._pull = pull
+        self._start = dict[str, Array]()
         if pull:
             start = pull.centre or {name: leaf.whole for name, leaf in self._leaves.items()}
             self._start = {name: np.array(start[name], np.float32) for name in self._leaves}
@@ -373,20 +371,19 @@ class Training:
                 leaf.write_back()
 
     def end(self) -> None:
-        """Let the network be as it has become."""
+        """Finish training: remove the factors."""
         for leaf in self._leaves.values():
             leaf.leave()
 
     def _centred(self) -> dict[str, Array]:
-        """Return to where each leaf is pulled: what does not exist, to zero."""
         return {name: leaf.gradient(np.array(self._start[name])) for name, leaf in self._leaves.items() if self._pull}
 
     def draw(self, chance: np.random.Generator, count: int) -> dict[str, NDArray[np.float32]]:
-        """Return what a step draws for ``count`` samples."""
+        """Return random inputs of a step for ``count`` samples, by name."""
         return self._step.draw(chance, count)
 
     def step(self, inputs: Array, targets: Array, drawn: Mapping[str, Array] | None = None) -> float:
-        """Take a step on a batch, and return its loss before it; where that is not finite no weight moves."""
+        """Take a step on a batch and return the loss before it; an infinite loss moves no weight."""
         loss = self._step.run(inputs, targets, drawn)
         if not math.isfinite(loss):
             return loss
@@ -404,7 +401,7 @@ class Training:
         return loss
 
     def change(self, change: Change) -> None:
-        """Go on with what exists from now on; the weights have changed already."""
+        """Continue with other existing elements; the weights have changed already."""
         for name, exists in change.elements.items():
             leaf = self._leaves.get(name)
             if leaf is None:

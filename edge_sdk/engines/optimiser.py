@@ -1,8 +1,4 @@
-"""The optimisers in numpy: SGD with momentum, Adam and AdamW, as PyTorch computes them, on arrays in place.
-
-Arrays are gone through in pieces that stay in the processor's cache, because every pass over a large model costs as
-much as all the arithmetic on it.
-"""
+"""Optimisers in numpy, in place: SGD with momentum, Adam and AdamW, with PyTorch's formulas."""
 
 from __future__ import annotations
 
@@ -18,8 +14,9 @@ from sparrow.protocol.settings import FederationSettings
 
 Array = NDArray[np.float32]
 
+# Pieces fit the cache, because memory passes over a large model cost as much as arithmetic.
 PIECE = 2**16
-"""Values that are moved at once: with gradient and memory they take a megabyte."""
+"""Values per piece; with gradient and state they take a megabyte."""
 
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
@@ -27,7 +24,7 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class Rule:
-    """The settings of an optimiser. clip: largest 2-norm of all gradients together; None: any."""
+    """An optimiser's settings. clip: largest 2-norm of all gradients together, if limited."""
 
     kind: Literal["sgd", "adam", "adamw"] = "sgd"
     learning_rate: float = 0.05
@@ -37,16 +34,13 @@ class Rule:
 
 
 def rule_of(settings: FederationSettings, learning_rate: float) -> Rule:
-    """Return the optimiser that a federation's settings ask for."""
+    """Return the optimiser of a federation's settings."""
     return Rule(settings.optimizer, learning_rate, settings.momentum, settings.weight_decay, settings.clip)
 
 
 @dataclass
 class Optimiser:
-    """Moves ``weights`` by their gradients, in place; its memory starts at zero.
-
-    weights: name -> float32 of any shape, C-contiguous. slots: name -> the arrays remembered of it, of its size.
-    """
+    """Moves ``weights`` (float32, C-contiguous) by their gradients, in place; the state starts at zero."""
 
     rule: Rule
     weights: Mapping[str, Array]
@@ -60,11 +54,12 @@ class Optimiser:
         }
 
     def step(self, gradients: Mapping[str, Array]) -> None:
-        """Move the weights that have a gradient; gradients, of the weights' shapes, are overwritten."""
+        """Move the weights that have a gradient; overwrites the gradients."""
         self.steps += 1
         scale = self._clipped(list(gradients.values()))
         for name, gradient in gradients.items():
-            weight, moved = self.weights[name].reshape(-1), gradient.reshape(-1)
+            weight = self.weights[name].reshape(-1)
+            moved = gradient.reshape(-1)
             for piece in _pieces(weight.size):
                 slots = [slot[piece] for slot in self.slots[name]]
                 self._move(weight[piece], moved[piece], slots, scale)

@@ -1,8 +1,6 @@
-"""Parts of a model that train, neurons of a mask or single elements, and the arrays that an optimiser sees of them.
+"""Parts of a model that train: neurons of a mask or single elements.
 
-Of a parameter that is frozen in part the optimiser moves a *leaf*: an array of its active values alone. So its memory
-exists for these only, momentum and weight decay move nothing else, clipping counts nothing else, and what is frozen is
-never written: it stays bit for bit.
+For a parameter that is frozen in part, the optimiser moves a *leaf*, an array of its active values.
 """
 
 from __future__ import annotations
@@ -23,11 +21,9 @@ Array = NDArray[np.float32]
 
 @dataclass
 class Leaf:
-    """A parameter, and what is trained of it: a block, or single elements by their flat ``index``, or all.
+    """A parameter and its trained part: a block, single elements by their flat ``index``, or the whole.
 
-    bits: int32 of its shape, -1 where it exists and 0 elsewhere, where its gradient counts as zero; None: all does. (To
-    mask so takes a pass over memory; to copy where flags say takes five where they are random.) factor: what the whole
-    parameter is multiplied by when it is written back, until ``leave``.
+    bits: int32 mask of the gradient, -1 at existing elements. factor: multiplies the whole parameter.
     """
 
     whole: Array
@@ -44,7 +40,8 @@ class Leaf:
             self.values = self.whole if self.block is None and self.index is None else self._take(self.whole)
 
     def gradient(self, computed: Array) -> Array:
-        """Return the leaf's gradient, from that of the parameter or, where only it was computed, from its own."""
+        """Return the leaf's gradient, from the parameter's or from its own."""
+        # A bitwise and takes one pass over memory; copying by random flags takes five.
         if self.bits is not None:
             whole = computed.view(np.int32)
             np.bitwise_and(whole, self.bits, out=whole)
@@ -53,7 +50,7 @@ class Leaf:
         return computed.reshape(self.values.shape) if computed.size == self.values.size else self._take(computed)
 
     def write_back(self) -> None:
-        """Bring the leaf into the parameter."""
+        """Copy the leaf into the parameter."""
         if self.block is not None:
             self.block.put(self.whole, self.values)
         elif self.index is not None:
@@ -62,7 +59,7 @@ class Leaf:
             np.multiply(self.values, self.factor, out=self.whole)
 
     def leave(self) -> None:
-        """Let the parameter be as it has become, without its factor."""
+        """Copy the leaf into the parameter without its factor."""
         if self.factor is not None:
             np.copyto(self.whole, self.values)
 
@@ -74,16 +71,18 @@ class Leaf:
 
 
 def leaves_of(manifest: Manifest, tensors: Tensors, part: Part) -> dict[str, Leaf]:
-    """Return the leaf of each parameter of which anything is trained. Raises ValueError for elements of no parameter,
-    of another shape, or that should not exist and are not zero."""
+    """Return the leaf of each trained parameter. Raises ValueError for invalid elements."""
     _check_flags(part, tensors)
-    elements, trained, factors = part.elements or {}, part.trained or {}, part.factors or {}
+    elements = part.elements or {}
+    trained = part.trained or {}
+    factors = part.factors or {}
     found: dict[str, Leaf] = {}
     for spec in manifest.tensors:
         if not spec.trainable:
             continue
         whole = np.asarray(tensors[spec.name], np.float32)
-        exists, moves = elements.get(spec.name), trained.get(spec.name)
+        exists = elements.get(spec.name)
+        moves = trained.get(spec.name)
         bits = None if exists is None else bits_of(exists)
         if bits is not None and (whole.view(np.int32) & ~bits & np.int32(2**31 - 1)).any():
             raise ValueError(f"{spec.name}: masked weights must be zero; multiply it by its mask first")
@@ -102,14 +101,17 @@ def _check_flags(part: Part, tensors: Tensors) -> None:
     for given in (part.elements or {}, part.trained or {}):
         for name, flags in given.items():
             if name not in tensors or flags.shape != tensors[name].shape or flags.dtype != np.bool_:
-                raise ValueError(f"{name}: elements of type {flags.dtype} and shape {flags.shape} for this parameter")
+                raise ValueError(
+                    f"{name}: elements of type {flags.dtype} and shape {flags.shape} do not fit the parameter; give "
+                    "booleans of its shape"
+                )
 
 
 def bits_of(exists: Flags) -> NDArray[np.int32] | None:
-    """Return what a ``Leaf`` masks its gradient with."""
+    """Return the ``Leaf.bits`` of existing elements; None if all exist."""
     return None if exists.all() else -exists.astype(np.int32)
 
 
 def frozen_in_part(leaves: Mapping[str, Leaf]) -> dict[str, Block]:
-    """Return what is trained of the parameters of which some rows or columns are frozen, by name."""
+    """Return the trained blocks of parameters that are frozen in part, by name."""
     return {name: leaf.block for name, leaf in leaves.items() if leaf.block is not None}

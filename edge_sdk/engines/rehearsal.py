@@ -1,10 +1,4 @@
-"""A few steps of local training on a copy of the model, to find out what they take, with either engine or with ONNX's.
-
-What ONNX Runtime's allocator holds cannot be asked for, so it is measured: sessions that are made anew take steps on a
-quarter of a batch and on half of it, and what the process then holds more grows by as much with every further sample.
-Five built-in models, batches of 32 and 128, budgets of 0.4 and 1: where training adds 5 MiB or more it was predicted to
-between 0.89 and 1.22 of what was measured; docs/budget.md has the table.
-"""
+"""Time and memory of a few steps of local training, on a copy of the model."""
 
 from __future__ import annotations
 
@@ -35,24 +29,25 @@ if TYPE_CHECKING:
     from .engine import OnnxEngine
     from .onnx import Sessions
 
+# ONNX Runtime does not report its allocator's memory, so the process is measured: new sessions take steps on a quarter
+# and on half of a batch, and memory grows linearly with further samples. From 5 MiB on, predictions were 0.89 to 1.22
+# of measured values (five built-in models, batches of 32 and 128, budgets of 0.4 and 1; table in docs/budget.md).
 LEAST = 8
-"""Samples of the larger of the batches that memory is measured on, at least; otherwise half of those wanted."""
+"""Smallest size of the larger measured batch, unless half of the wanted batch is more."""
 TRIES = 2
-"""Measurements of each batch, of which the largest counts: memory that the process held free is not seen to grow."""
+"""Measurements per batch; the largest counts, because reuse of free memory is not visible as growth."""
 
 
 class Unpredictable(SdkError):
-    """The trainings that were tried take memory differently, so that nothing follows for other batches."""
+    """The measured trainings differ in their use of memory."""
 
     exit_code: ClassVar[Exit] = Exit.FAILED
 
 
 class Rehearsal(ABC):
-    """Training as in a round, on the task's first batch again and again, with a learning rate of 0.
+    """Training as in a round, repeated on the task's first batch with a learning rate of 0.
 
-    ``samples`` is what that batch holds, ``held_out`` the first one of the task's held-out data. The task's model stays
-    as it is. narrow: what masks leave out is gone, and not frozen. clock: what seconds are taken from. Raises
-    ValueError where there is nothing to train on.
+    narrow: masks drop neurons instead of freezing them. Raises ValueError without training data.
     """
 
     def __init__(
@@ -64,27 +59,27 @@ class Rehearsal(ABC):
         narrow: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.task, self.manifest, self.settings = task, manifest, settings
-        self._narrow, self._clock = narrow, clock
+        self.task = task
+        self.manifest = manifest
+        self.settings = settings
+        self._narrow = narrow
+        self._clock = clock
         self.first_batch = self._first(task.train)
         self.held_out = len(self._first(task.held_out)[1])
         self.samples = len(self.first_batch[1])
 
     @abstractmethod
     def engine(self, mask: NeuronMask | None = None, compute: Compute | None = None) -> Engine:
-        """Return the engine that trains: of the whole model, or of the neurons of ``mask`` alone.
-
-        compute: replaces the task's.
-        """
+        """Return an engine of the whole model, or of the neurons of ``mask``."""
 
     @abstractmethod
     def peak(self, work: Callable[[int], object], samples: int) -> int:
-        """Predict the bytes that ``work``, given a number of samples, adds at its peak. Raises Unpredictable."""
+        """Predict the peak of bytes that ``work(samples)`` adds. Raises Unpredictable."""
 
     @property
     @abstractmethod
     def threads(self) -> int:
-        """The most threads that are worth trying."""
+        """Most threads that are worth trying."""
 
     def formats(self, compute: Compute) -> list[Compute]:
         """Return other memory formats that are worth trying with ``compute``."""
@@ -92,18 +87,15 @@ class Rehearsal(ABC):
 
     @property
     def model_bytes(self) -> int:
-        """The bytes of the model's parameters and buffers."""
+        """Bytes of the model's parameters and buffers."""
         return sum(4 * spec.size for spec in self.manifest.tensors)
 
     def train(
         self, steps: int, *, mask: NeuronMask | None = None, samples: int | None = None, compute: Compute | None = None
     ) -> list[float]:
-        """Train ``steps`` steps under ``mask`` on ``samples`` of the batch, all by default.
-
-        Returns the seconds of each but the first, which also pays for whatever is set up once. compute: replaces the
-        task's.
-        """
-        batches, settings = [self.batch(samples)], self.settings.model_copy(update={"local_steps": steps})
+        """Train on ``samples`` of the batch, all by default; return the seconds of each step except the first."""
+        batches = [self.batch(samples)]
+        settings = self.settings.model_copy(update={"local_steps": steps})
         engine = self.engine(mask if self._narrow else None, compute)
         part = Part(None if self._narrow else mask)
         return self.timed(
@@ -111,28 +103,28 @@ class Rehearsal(ABC):
         )
 
     def timed(self, work: Callable[[Callable[[int, int, float], None]], object]) -> list[float]:
-        """Do ``work``, which calls its argument after every step; return the seconds of each but the first."""
+        """Run ``work``, which reports every step; return the seconds of each step except the first."""
         ended: list[float] = []
         work(lambda done, total, loss: ended.append(self._now()))
         return [after - before for before, after in pairwise(ended)]
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return how long ``work`` takes when it is done for the second time."""
+        """Return the seconds of the second call of ``work``."""
         work()
         begin = self._now()
         work()
         return self._now() - begin
 
     def flops(self, samples: int, mask: NeuronMask | None) -> int:
-        """Return the FLOPs of training on so many samples under ``mask``."""
+        """Return the FLOPs of training on ``samples`` under ``mask``."""
         return training_flops(self.manifest, samples, weight_gradients=mask, narrow=self._narrow)
 
     def evaluate(self, samples: int) -> None:
-        """Judge the model on ``samples`` of the batch."""
+        """Evaluate the model on ``samples`` of the batch."""
         self.engine().evaluate([self.batch(samples)])
 
     def batch(self, samples: int | None = None) -> Batch:
-        """Return inputs and targets of the batch, or of ``samples`` of it: its first ones again where it has fewer."""
+        """Return ``samples`` of the batch, repeated if it has fewer."""
         inputs, targets = self.first_batch
         if samples is None or samples <= self.samples:
             return inputs[:samples], targets[:samples]
@@ -147,7 +139,7 @@ class Rehearsal(ABC):
     @staticmethod
     @abstractmethod
     def _taken(batch: Any) -> Batch:
-        """Return a batch as the engine takes it."""
+        """Return a batch in the engine's types."""
 
     def _now(self) -> float:
         self.task.compute.wait()
@@ -155,11 +147,11 @@ class Rehearsal(ABC):
 
 
 Rehearse = Callable[..., Rehearsal]
-"""Makes the rehearsal of an engine, of what ``Rehearsal`` takes."""
+"""Creates an engine's rehearsal, with the arguments of ``Rehearsal``."""
 
 
 class OnnxRehearsal(Rehearsal):
-    """Training on ONNX Runtime. sessions: of the task's graphs, by the number of threads."""
+    """Training on ONNX Runtime. sessions: of the task's graphs, by number of threads."""
 
     def __init__(
         self,
@@ -175,8 +167,9 @@ class OnnxRehearsal(Rehearsal):
         self._sessions = sessions
 
     def engine(self, mask: NeuronMask | None = None, compute: Compute | None = None) -> OnnxEngine:
-        """Return an engine of a model with the federation's first weights."""
-        from .engine import OnnxEngine  # here, because PyTorch's rehearsals need no ONNX Runtime
+        """Return an engine of a model with initial weights."""
+        # Imported here, because PyTorch's rehearsals need no ONNX Runtime.
+        from .engine import OnnxEngine
         from .onnx import Network
 
         sessions = self._sessions((compute or self.task.compute).threads or 1)
@@ -186,7 +179,7 @@ class OnnxRehearsal(Rehearsal):
         return engine if mask is None else engine.narrow(mask, []).engine
 
     def peak(self, work: Callable[[int], object], samples: int) -> int:
-        """Measure few samples; return what follows for ``samples``, of a model beside the device's own."""
+        """Measure with few samples and extrapolate to ``samples``."""
         from .onnx import give_back
 
         kept = self._sessions
@@ -196,11 +189,13 @@ class OnnxRehearsal(Rehearsal):
         def grown(count: int) -> int:
             made: dict[int, Sessions] = {}
             self._sessions = lambda threads: made.setdefault(threads, kept(threads).anew())
-            work(1)  # makes the sessions, which takes more than they hold
+            # Creating the sessions takes more memory than they hold.
+            work(1)
             gc.collect()
             give_back()
             memory.give_back()
-            before, knows_peak = memory.resident(), memory.forget_peak()
+            before = memory.resident()
+            knows_peak = memory.forget_peak()
             work(count)
             return max(0, (memory.peak_resident() if knows_peak else memory.resident()) - before)
 
@@ -212,7 +207,7 @@ class OnnxRehearsal(Rehearsal):
 
     @property
     def threads(self) -> int:
-        """The processors that this process may use."""
+        """Processors that this process may use."""
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     @staticmethod
@@ -221,29 +216,31 @@ class OnnxRehearsal(Rehearsal):
 
 
 class Effort(Protocol):
-    """Training at some budget, to be rehearsed. ``values``: how many an update has."""
+    """Training at a budget, for a rehearsal. values: number of values in an update."""
 
     values: int
 
     def train(self, steps: int, samples: int | None = None) -> list[float]:
-        """Take ``steps`` steps as ``Rehearsal.train`` does."""
+        """Take ``steps`` steps as ``Rehearsal.train``."""
 
     def flops(self) -> int:
         """Return the FLOPs of a step on the task's batch."""
 
     def judge(self, samples: int) -> None:
-        """Judge the model on so many samples of the batch, as early stopping does."""
+        """Evaluate the model on ``samples`` of the batch."""
 
 
 class MaskedEffort:
-    """Training of the active neurons of ``mask``; None trains everything. models: how many a round trains in turn."""
+    """Training of the active neurons of ``mask``, of ``models`` models in turn."""
 
     def __init__(self, rehearsal: Rehearsal, mask: NeuronMask | None, *, models: int = 1) -> None:
-        self._rehearsal, self._mask, self._models = rehearsal, mask, models
+        self._rehearsal = rehearsal
+        self._mask = mask
+        self._models = models
         self.values = count_values(rehearsal.manifest, mask)
 
     def train(self, steps: int, samples: int | None = None) -> list[float]:
-        """Take steps of one model under the mask; each counts for those of all."""
+        """Take steps of one model; the seconds count for all models."""
         taken = self._rehearsal.train(steps, mask=self._mask, samples=samples)
         return [self._models * seconds for seconds in taken]
 
@@ -252,5 +249,5 @@ class MaskedEffort:
         return self._models * self._rehearsal.flops(self._rehearsal.samples, self._mask)
 
     def judge(self, samples: int) -> None:
-        """Judge the whole model: what is frozen takes part."""
+        """Evaluate the whole model, frozen neurons included."""
         self._rehearsal.evaluate(samples)

@@ -1,4 +1,4 @@
-"""The speed of this machine's core, over that of the reference on which the costs of graphs are counted."""
+"""The speed of this machine's core relative to the reference for the costs of graphs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from onnx import NodeProto, TensorProto, helper
 from sparrow.graphs.costs import FLOP, Speed
 
 TRIES = 5
-"""Runs of each graph, of which the fastest counts: other load on the machine only adds to it."""
+"""Runs per graph; the fastest counts, because other load only adds time."""
 
 
 @cache
 def measured_speed() -> Speed:
-    """Return the speed of one core here (``TRIES`` short runs), measured once in a process."""
-    values, side = 1_000_000, 256
+    """Return the speed of one core, measured once in a process by ``TRIES`` short runs."""
+    values = 1_000_000
+    side = 256
     return Speed(
         products=_over(helper.make_node("MatMul", ["x", "x"], ["y"]), (side, side), 1e-9 * FLOP * 2 * side**3),
         moving=_over(helper.make_node("Add", ["x", "x"], ["y"]), (values,), 0.9e-9 * values),
@@ -28,13 +29,14 @@ def measured_speed() -> Speed:
 
 
 def _over(node: NodeProto, shape: tuple[int, ...], reference: float) -> float:
-    """Return the seconds that a node takes here, over those that it takes on the reference."""
+    """Return a node's seconds relative to the reference."""
     given, made = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("x", "y"))
     model = helper.make_model(
         helper.make_graph([node], "speed", [given], [made]), opset_imports=[helper.make_opsetid("", 21)], ir_version=10
     )
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     values = np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
     return min(_seconds(lambda: session.run(None, {"x": values})) for _ in range(TRIES)) / reference

@@ -1,4 +1,4 @@
-"""Local training whatever the engine: the part that trains, what changes on the way, the result, and what can fail."""
+"""Local training with any engine: the part that trains, changes between steps, results and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..tasks import Batches
 
 Flags = NDArray[np.bool_]
 Batch = tuple[Any, Any]
-"""(inputs, targets), as an engine takes them: numpy arrays or torch tensors."""
+"""(inputs, targets) in the engine's types: numpy arrays or torch tensors."""
 
 
 LOSS = Failure("training-diverged/loss")
@@ -36,10 +36,9 @@ VALUES = Failure("training-diverged/values")
 
 
 class TrainingDiverged(SdkError):
-    """A loss or a weight is not finite: the round has failed, nothing of it is kept or sent.
+    """A loss or a weight is not finite; the round has failed.
 
-    met: what is not finite, and when. advice: what to do; None if it follows from the usual causes, which the session
-    names (``device.diagnosis``). learning_rate: of the training, if it is not the federation's.
+    met: the value and the step. advice: by default the usual causes.
     """
 
     failure = Failure("training-diverged")
@@ -53,27 +52,28 @@ class TrainingDiverged(SdkError):
         failure: Failure | None = None,
     ) -> None:
         rate = "" if learning_rate is None else f" of {learning_rate:g}"
-        usual = f"look at the scale of the inputs, lower the learning rate{rate}, or set a clip"
+        usual = f"check the scale of the inputs, lower the learning rate{rate}, or set a clip"
         super().__init__(f"{met}; {advice or usual}", failure=failure)
-        self.met, self.advice, self.learning_rate = met, advice, learning_rate
+        self.met = met
+        self.advice = advice
+        self.learning_rate = learning_rate
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.met, self.advice), {"learning_rate": self.learning_rate, "failure": self.failure}
 
 
 class UnsoundModel(TrainingDiverged):
-    """The model that was received gives no finite loss before any training: no fault of this device."""
+    """The received model gives no finite loss before training."""
 
     failure = Failure("unsound-model")
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a model that trains.
+    """The part of a model that trains; None for all of it.
 
-    mask: active neurons; elements: name -> what exists of a parameter, the rest being and staying zero; trained: name
-    -> what moves of it, the rest staying as it is. None: everything. factors: name -> float32 that can be broadcast to
-    the parameter, which is multiplied by it while the network trains, and so its gradient is; then everything trains.
+    elements: name -> existing elements; the others are and stay zero. trained: name -> elements that move. factors:
+    multiplied with parameters during training; the whole model trains then.
     """
 
     mask: NeuronMask | None = None
@@ -83,7 +83,7 @@ class Part:
 
     def __post_init__(self) -> None:
         if self.factors is not None and (self.mask or self.elements or self.trained):
-            raise ValueError("factors are of a model that trains as a whole; give no mask, elements or trained beside")
+            raise ValueError("factors are for a model that trains as a whole; give no mask, elements or trained")
 
 
 EVERYTHING = Part()
@@ -91,8 +91,7 @@ EVERYTHING = Part()
 
 @dataclass(frozen=True)
 class Pull:
-    """A pull of what is trained to ``centre``, by name, or where it is when training begins: μ/2·|w - centre|², with μ
-    the ``weight`` (FedProx, arXiv:1812.06127, Eq. 2)."""
+    """The proximal term μ/2·|w - centre|² (FedProx, arXiv:1812.06127, Eq. 2), by default to the initial weights."""
 
     weight: float
     centre: Mapping[str, NDArray[Any]] | None = None
@@ -100,8 +99,10 @@ class Pull:
 
 @dataclass(frozen=True)
 class Teacher:
-    """Teaching by the outputs z' [N, classes, ...] of another network: of outputs z the loss is then, with α the
-    ``weight`` and T the ``temperature``, (1 - α) loss(z) + α T² KL(softmax(z' / T) ‖ softmax(z / T))."""
+    """A teacher's outputs z' [N, classes, ...] for distillation, with weight α and temperature T.
+
+    A student's loss for outputs z is (1 - α) loss(z) + α T² KL(softmax(z' / T) ‖ softmax(z / T)).
+    """
 
     outputs: NDArray[Any]
     weight: float
@@ -112,8 +113,7 @@ class Teacher:
 class LocalResult:
     """The result of local training.
 
-    num_examples: samples of the training share, n_k, however many of them were seen. samples: those seen, counted as
-    often as they were. train_loss: mean of the batch losses, each taken before its step and weighted by its samples.
+    num_examples: n_k. samples: seen in total. train_loss: mean of the losses before each step, weighted by samples.
     """
 
     num_examples: int
@@ -124,10 +124,9 @@ class LocalResult:
 
 @dataclass(frozen=True)
 class Change:
-    """The part of a model that exists from now on.
+    """A change of a model's existing elements.
 
-    elements: name -> bool of the parameter's shape, as ``Part`` has them. renewed: name -> bool, what is new or was
-    taken away: there the optimiser's memory (momentum, moments) starts at zero, as in RigL (arXiv:1911.11134).
+    renewed: name -> bool, added or removed elements, whose optimiser state is reset to zero (RigL, arXiv:1911.11134).
     """
 
     elements: Mapping[str, Flags]
@@ -135,37 +134,27 @@ class Change:
 
 
 class Adjustment(Protocol):
-    """Changes which elements of a model exist while it trains.
-
-    batches: how many of the last ones it is shown.
-    """
+    """Changes which elements of a model exist during training. batches: how many recent ones it needs."""
 
     batches: int
 
     @property
     def steps(self) -> Collection[int]:
-        """The local steps, counted from 1, after which it does."""
+        """The local steps, counted from 1, after which it changes the model."""
 
     def decide(self, step: int, batches: Sequence[Batch]) -> Change:
-        """Change the model's weights, and say what exists of them from now on.
-
-        batches: the last ones trained on, oldest first.
-        """
+        """Change the model's weights, and return its existing elements."""
 
 
 def count_steps(settings: FederationSettings, batches: Batches) -> int:
-    """Return the steps of a round: ``local_steps``, or else ``local_epochs`` over ``batches``.
-
-    Raises ValueError where there is nothing to train on.
-    """
+    """Return the steps of a round. Raises ValueError without a batch."""
     if len(batches) == 0:
         raise ValueError("the task's training data has no batches; give it at least one sample")
     return settings.local_steps or settings.local_epochs * len(batches)
 
 
 def weight_of(targets: Any, ignored: int | None) -> float:
-    """Return the number of samples that a batch's mean loss stands for; of a sample with many targets, the share that
-    is not ``ignored``. targets: [N, ...], an array or a tensor."""
+    """Return the number of samples in a batch's mean loss, with known shares of samples with several targets."""
     if ignored is None:
         return len(targets)
     known = int((targets != ignored).sum())
@@ -175,13 +164,9 @@ def weight_of(targets: Any, ignored: int | None) -> float:
 def evaluation_of(
     seen: float, loss_sum: float, correct: int | None, metrics: Mapping[str, float] | None = None
 ) -> Evaluation:
-    """Return what was judged: ``loss_sum`` over ``seen`` samples, as ``weight_of`` counts them, how many were right,
-    None without classes, and the task's metrics.
-
-    Raises TrainingDiverged when the loss is not finite, ValueError where there was no sample.
-    """
+    """Return an evaluation from sums over ``seen`` samples. Raises TrainingDiverged, ValueError without a sample."""
     if seen == 0:
-        raise ValueError("there is no held-out sample to evaluate on; give the task validation data")
+        raise ValueError("no held-out sample to evaluate on; give the task validation data")
     if not math.isfinite(loss_sum):
         raise TrainingDiverged("the loss on held-out data is not finite", failure=HELD_OUT)
     accuracy = None if correct is None else correct / seen
@@ -190,24 +175,25 @@ def evaluation_of(
 
 
 def check_loadable(tensors: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ManifestError, naming the tensor, unless a model whose tensors have ``shapes`` has all these."""
+    """Raise ManifestError, naming the tensor, if a model of these ``shapes`` cannot load it."""
     for name, tensor in tensors.items():
         if shapes.get(name) != tensor.shape:
             found = f"has shape {shapes[name]}" if name in shapes else "does not exist"
             raise ManifestError(
-                f"{name}: should have shape {tensor.shape}, in the model it {found}; publish and train the same model"
+                f"{name}: should have shape {tensor.shape}, but in the model it {found}; publish and train the same "
+                "model"
             )
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a seed in 0..2^63-1 that follows from ``parts``, the same on every machine."""
+    """Return a seed in 0..2^63-1 derived from ``parts``, the same on every machine."""
     text = json.dumps([str(part) for part in parts])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The errors of local training that diverges after so many of ``total`` steps."""
+    """Errors of local training that diverges."""
 
     settings: FederationSettings
     learning_rate: float
@@ -224,7 +210,7 @@ class Divergence:
         return self._of(f"the loss is {loss} at step {step} of {self.total}", LOSS)
 
     def of_tensor(self, name: str) -> TrainingDiverged:
-        """Return the error of a tensor that is not finite in the end."""
+        """Return the error of a tensor that is not finite after training."""
         return self._of(f"{name} is not finite after {self.total} steps", WEIGHTS)
 
     def _of(self, met: str, failure: Failure) -> TrainingDiverged:

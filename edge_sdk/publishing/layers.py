@@ -92,7 +92,6 @@ class Layers:
 
 
 def _base(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class of torch that a module is or derives from, if it has parameters."""
     if next(module.parameters(), None) is None:
         return None
     for each in type(module).__mro__:
@@ -127,7 +126,7 @@ _CHANNEL_NORMS = (
 
 
 def _defaults(module: nn.Module) -> Mapping[str, Recipe]:
-    """Return the recipes of PyTorch's default initialisation of a layer (its ``reset_parameters``)."""
+    """Return the recipes of PyTorch's default initialisation of a layer."""
     if isinstance(module, (nn.Linear, *_CONVOLUTIONS)):
         # kaiming_uniform_ with a = sqrt(5) has the bound sqrt(6 / ((1 + 5) * fan_in)).
         bound = Uniform(bound=1 / math.sqrt(module.weight[0].numel()))

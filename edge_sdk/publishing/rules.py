@@ -60,7 +60,6 @@ def _pad(op: Operation) -> Lies:
 
 
 def _reduce(op: Operation) -> Lies:
-    """Sum or average over axes, which become complete."""
     value = op.values[0]
     dims = op.given.get("dim")
     rank = len(value.shape)
@@ -98,7 +97,6 @@ def _repeat(op: Operation) -> Lies:
 
 
 def _mixed(op: Operation, dims: Iterable[int]) -> Lies:
-    """Return the axes of a value whose entries are permuted along ``dims``."""
     value = op.values[0]
     gone = {dim % len(value.shape) for dim in dims}
     op.neurons.lose(value.known[dim] for dim in gone)

@@ -108,7 +108,7 @@ class Batch:
 
 
 class _Half:
-    """The training step or the evaluation as a function of tensors, with the names of inputs and outputs."""
+    """The training step or the evaluation as a function of tensors."""
 
     def __init__(self, model: nn.Module, loss: Loss, batch: Batch, *, trains: bool) -> None:
         self._model = model
@@ -341,7 +341,6 @@ def _cut_out(both: onnx.ModelProto, half: _Half) -> bytes:
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """Return a copy on the CPU that does not count batches."""
     model = copy.deepcopy(model).cpu()
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.num_batches_tracked is not None:
@@ -386,7 +385,7 @@ def _to_onnx(program: Any, read: Sequence[str], names: Sequence[str]) -> onnx.Mo
 
 
 def _operator(error: BaseException) -> str:
-    """Return the message of the root cause, which names the operator."""
+    """Return the message of the root cause."""
     while error.__cause__ is not None:
         if isinstance(error.__cause__, CannotCompile):
             return str(error.__cause__)

@@ -570,7 +570,6 @@ def _part(which: str, value: Any) -> Any:
 
 
 def _both(value: Any) -> tuple[Any, Any]:
-    """Return the real and imaginary part of a real or complex value."""
     return (value.real, value.imag) if isinstance(value, Complex | complex) else (value, 0.0)
 
 

@@ -156,7 +156,7 @@ class Freezing:
             vars(part).pop("leaf", None)
 
     def collect_gradients(self) -> None:
-        """Move all gradients to the leaves, zero at missing elements; after backward, before clipping."""
+        """Move all gradients to the leaves, after backward and before clipping."""
         # A new optimiser that sees only zero gradients moves no zero, with momentum or weight decay.
         for part in self._parts.values():
             if part.gathers and part.parameter.grad is not None:

@@ -30,10 +30,7 @@ _runs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 class Layout:
-    """Context manager: choose the convolutions' memory format at the first batch, restore it on exit.
-
-    Call it with each batch before the forward pass.
-    """
+    """Context manager: choose the convolutions' memory format at the first batch, restore it on exit."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
         self._model = model

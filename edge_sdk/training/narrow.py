@@ -121,7 +121,7 @@ def _adjusted(path: str, module: Any, kept: torch.Tensor | None) -> Any:
 
 
 class _GroupNorm(nn.GroupNorm):
-    """Group norm of the channels ``kept``, with zeros for the others."""
+    """Group norm with zeros for other channels than ``kept``."""
 
     kept: torch.Tensor
 
@@ -139,7 +139,7 @@ class _GroupNorm(nn.GroupNorm):
 
 
 class _LayerNorm(nn.LayerNorm):
-    """Layer norm of the entries ``kept`` of one axis, with zeros for the others."""
+    """Layer norm with zeros for other entries than ``kept``."""
 
     kept: torch.Tensor
 

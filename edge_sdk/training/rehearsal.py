@@ -142,7 +142,7 @@ def _allocations(work: Callable[[], object], device: str) -> list[int]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Hide the output of torch's profiler, which writes directly to file descriptor 2."""
+    """Hide the output of torch's profiler, which bypasses Python's streams."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

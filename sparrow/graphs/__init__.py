@@ -1,4 +1,4 @@
-"""ONNX graphs as devices, the coordinator and exports read, check and rewrite them, with onnx and numpy."""
+"""Reading, checking and rewriting of ONNX graphs for devices, coordinator and exports, with onnx and numpy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from ..protocol.manifest import Tensors
 
 @dataclass(frozen=True)
 class Graphs:
-    """The training step and the evaluation of a task, serialised ONNX. frozen: what they read that nobody trains, by
-    name; networks read it where it lies. first: how what stays on devices begins."""
+    """The training step and the evaluation of a task, serialised ONNX.
+
+    frozen: values that the graphs read and that do not train, by name; networks share these arrays. first: initial
+    values of tensors that stay on devices.
+    """
 
     step: bytes
     evaluation: bytes

@@ -1,9 +1,8 @@
-"""Bounds on what an ONNX skeleton makes its readers hold, found before ONNX or ONNX Runtime sees it.
+"""Limits on the memory that a hostile ONNX skeleton takes, checked before ONNX or ONNX Runtime reads it.
 
-A file of 300 bytes can ask for gigabytes: a constant is described by its shape, a chain of concatenations doubles. So
-the fields of the file are counted before it is parsed, only ``OPERATORS`` are accepted, and the size of every value is
-inferred node by node: one that is too large, or whose size is not known beforehand, ends the walk before anything of
-its size exists.
+A file of 300 bytes can ask for gigabytes, by constants of a given shape or a chain of concatenations. So fields are
+counted before parsing, only ``OPERATORS`` are accepted, and sizes are inferred node by node: a value that is too large,
+or of unknown size, ends the walk before anything of its size exists.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from .values import Values, named, names, unknown
 
 MIB = 1024 * 1024
 MOST_FIELDS = 500_000
-"""Most fields of the file, some 10,000 nodes: parsed, each takes about a hundred bytes."""
+"""Most fields of the file, for some 10,000 nodes; each takes about a hundred bytes when parsed."""
 DEEPEST = 64
-"""Messages within messages that are accepted."""
+"""Deepest accepted nesting of messages."""
 MOST_ACTIVATIONS = 256 * MIB
-"""Bytes of values that may be alive at a time for one sample."""
+"""Most bytes of values that are alive at a time, for one sample."""
 MOST_CONSTANTS = 64 * MIB
-"""Bytes of values that depend on no input, beyond ``WEIGHTS`` times those of the weights: they are computed at load."""
+"""Most bytes of constant values beyond ``WEIGHTS`` times the weights; they are computed at load."""
 WEIGHTS = 4
 MOST_AT_ONCE = 1024 * MIB
-"""Bytes that may be alive where several samples run at a time."""
+"""Most bytes that are alive when several samples run at a time."""
 SMALL = 1024
-"""Most elements of a value that is computed to learn a size."""
+"""Most elements of a value that is computed to infer a size."""
 
 
 FOLDED = names(
@@ -50,7 +49,7 @@ FOLDED = names(
     ReduceProd ReduceSum Reshape Slice Squeeze Sub Unsqueeze Where
     """
 )
-"""Operators that sizes are computed with."""
+"""Operators that compute sizes."""
 
 _PLAIN: dict[str, Callable[..., Array]] = {
     "Add": np.add,
@@ -60,7 +59,7 @@ _PLAIN: dict[str, Callable[..., Array]] = {
     "Squeeze": lambda given, axes=None: np.squeeze(given, None if axes is None else tuple(axes)),
     "Sub": np.subtract,
 }
-"""The commonest of them: importing ONNX's reference implementation takes longer than a small model's first step."""
+"""The most frequent of them; importing ONNX's reference implementation takes longer than a small model's first step."""
 
 LAYERS = names(
     """
@@ -75,10 +74,10 @@ LAYERS = names(
     SpaceToDepth Sqrt Sum Swish Tan Tanh ThresholdedRelu Transpose Xor
     """
 )
-"""Layers, and what else is computed between them."""
+"""Layers and other computations between them."""
 
 OPERATORS = FOLDED | SIZING | LAYERS
-"""Operators that are accepted: those whose results have a size that is known beforehand."""
+"""Accepted operators: the sizes of their results can be inferred."""
 
 SAME = names(
     """
@@ -86,36 +85,38 @@ SAME = names(
     Softsign Swish
     """
 )
-"""Operators whose result is as their first input, of which ONNX itself may say nothing."""
+"""Operators whose result has the first input's type; ONNX itself may not infer it."""
 
 _FACTORS = names("GroupNormalization PRelu RMSNormalization")
 
 MOST_SECONDS = 2.0
-"""Seconds that a node may take, as predicted: nothing ends a run within a node."""
+"""Longest predicted time of a node: a run cannot be stopped within a node."""
 MOST_GRAPH_SECONDS = 60.0
-"""Seconds that a graph may take for one sample, as predicted."""
+"""Longest predicted time of a graph for one sample."""
 
 
 _HELD = {"LSTM": 12, "GRU": 12, "RNN": 12, "Attention": 4, "Where": 2}
-"""Operators that take a multiple of their results while they run."""
+"""Operators that hold a multiple of their results while they run."""
 
 
 def check_fields(data: bytes) -> None:
-    """Raise SkeletonError for a file with more fields, or deeper messages, than a graph needs. Nothing is parsed."""
+    """Raise SkeletonError for a file with more fields, or deeper messages, than a graph needs, without parsing it."""
     _count(memoryview(data), ModelProto.DESCRIPTOR, 0, MOST_FIELDS)
 
 
 def _count(data: memoryview, kind: Any, depth: int, left: int) -> int:
-    """Return ``left`` less the fields of this message."""
+    """Return ``left`` minus the number of fields of this message."""
     if depth > DEEPEST:
         raise SkeletonError(f"the graph nests messages deeper than {DEEPEST}; a graph without subgraphs does not")
-    fields, position = kind.fields_by_number, 0
+    fields = kind.fields_by_number
+    position = 0
     while position < len(data):
         key, position = _varint(data, position)
         left -= 1
         if left < 0:
             raise SkeletonError(f"the graph has more than {MOST_FIELDS} fields; publish a smaller graph")
-        wire, field = key & 7, fields.get(key >> 3)
+        wire = key & 7
+        field = fields.get(key >> 3)
         if wire == 0:
             _, position = _varint(data, position)
         elif wire in (1, 5):
@@ -150,7 +151,7 @@ def _not_onnx() -> SkeletonError:
 
 
 def check_sizes(model: ModelProto) -> None:
-    """Raise SkeletonError unless every node is one of ``OPERATORS`` and every value has a size that is known and small.
+    """Raise SkeletonError if a node is not one of ``OPERATORS``, or a value has no known, small size.
 
     model: one graph without subgraphs and functions.
     """
@@ -158,9 +159,9 @@ def check_sizes(model: ModelProto) -> None:
 
 
 def samples_at_once(model: ModelProto, most: int) -> int:
-    """Return how many samples, at most ``most``, this checked model may run at a time.
+    """Return the number of samples, up to ``most``, that a checked model may run at a time.
 
-    They take at most ``MOST_AT_ONCE`` bytes, and no node of the model ``MOST_SECONDS``.
+    The limits are ``MOST_AT_ONCE`` bytes, and ``MOST_SECONDS`` per node.
     """
     while most > 1:
         try:
@@ -174,18 +175,20 @@ def samples_at_once(model: ModelProto, most: int) -> int:
 
 
 class Walk:
-    """The nodes in order, with type, shape and, where small and constant, data of each value.
+    """The nodes in order, with type, shape and, if small and constant, data of each value.
 
-    weights: inputs that are a model's tensors: they count as weights, not as activations. ``alive``: for each node, the
-    bytes that are held while it runs; ``work``: for each node, the work of it.
+    weights: inputs that count as weights, not as activations. ``alive``: bytes held while each node runs; ``work``: of
+    each node.
     """
 
     def __init__(self, model: ModelProto, *, samples: int, weights: Collection[str] = ()) -> None:
-        self._model, self._given = model, frozenset(weights)
+        self._model = model
+        self._given = frozenset(weights)
         self.values = Values(samples, model.opset_import[0].version)
         self.alive: list[int] = []
         self.work: list[Work] = []
-        self._constants = self._weights = 0
+        self._constants = 0
+        self._weights = 0
         for tensor in model.graph.initializer:
             self.values.add(tensor.name, onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims)))
             self._weights += self.values.sizes[tensor.name]
@@ -204,7 +207,7 @@ class Walk:
         self._most = MOST_ACTIVATIONS * samples + (WEIGHTS * self._weights if weights else 0)
 
     def run(self) -> int:
-        """Return the most bytes of values that are alive at a time, those of constants left out."""
+        """Return the largest number of bytes of values alive at a time, without constants."""
         values = self.values
         nodes = self._model.graph.node
         readers: dict[str, list[str]] = {value.name: [""] for value in self._model.graph.output}
@@ -254,14 +257,14 @@ class Walk:
         return peak
 
     def _infer(self, node: NodeProto) -> dict[str, int]:
-        """Return the bytes of what the node makes, by name."""
+        """Return the bytes of the node's outputs, by name."""
         values = self.values
         if node.op_type not in OPERATORS:
             raise SkeletonError(f"{named(node)}: this operator is not accepted; build forward of common layers")
         check_numbers(node, values)
         read = {name for name in node.input if name}
         if not read <= values.types.keys() | values.pieces.keys():
-            raise SkeletonError(f"{named(node)} reads what no node before it makes; export the graph in order")
+            raise SkeletonError(f"{named(node)} reads a value that no earlier node makes; export the graph in order")
         if repeated := [name for name in node.output if name in values.types.keys() | values.pieces.keys()]:
             raise SkeletonError(f"{named(node)} makes {repeated[0][:80]!r} a second time; export the graph again")
         if node.op_type == "SplitToSequence":
@@ -275,12 +278,13 @@ class Walk:
         return {name: values.sizes[name] for name in node.output if name}
 
     def _types_of(self, node: NodeProto, read: set[str]) -> dict[str, TypeProto]:
-        """Return the types and shapes of what the node makes."""
+        """Return the types and shapes of the node's outputs."""
         values = self.values
         self._check_factors(node)
         if node.op_type in SAME:
             return dict.fromkeys(node.output, values.types[node.input[0]])
-        if node.op_type == "MaxUnpool":  # writes where maxima lay: into nothing but what they were taken from
+        # It may only write to the value from which the maxima were taken.
+        if node.op_type == "MaxUnpool":
             pool = next((each for each in self._model.graph.node if node.input[1] in each.output), None)
             if pool is None or pool.op_type != "MaxPool" or node.input[1] != pool.output[1]:
                 raise SkeletonError(f"{named(node)}: its places are not those of a maximum; take them of MaxPool")
@@ -308,8 +312,7 @@ class Walk:
     def _check_factors(self, node: NodeProto) -> None:
         """Raise SkeletonError for factors that would enlarge a result.
 
-        ONNX's inference says of these operators that the result is as the input. ONNX Runtime, or the operators that it
-        takes them apart into, make a value of the larger lengths of both.
+        ONNX infers the input's shape for these operators, but ONNX Runtime broadcasts to the larger lengths of both.
         """
         if node.op_type not in _FACTORS:
             return
@@ -324,11 +327,12 @@ class Walk:
                 )
 
     def _split(self, node: NodeProto) -> dict[str, int]:
-        """Keep the types of the pieces that a value is split into."""
+        """Keep the types of the pieces of a split value."""
         values = self.values
         taken = values.types[node.input[0]]
         given = attributes(node)
-        axis, shape = given.get("axis", 0), values.shape(node.input[0])
+        axis = given.get("axis", 0)
+        shape = values.shape(node.input[0])
         length = shape[axis] if -len(shape) <= axis < len(shape) else 0
         split = values.data.get(node.input[1]) if len(node.input) > 1 and node.input[1] else np.array(1)
         if split is None or split.dtype.kind not in "iu" or split.size == 0 or split.astype(np.int64).min() < 1:
@@ -348,19 +352,19 @@ class Walk:
         return {node.output[0]: values.sizes[node.input[0]]}
 
     def _piece(self, node: NodeProto) -> dict[str, TypeProto]:
-        """Return the type of one piece."""
-        pieces, position = self.values.pieces.get(node.input[0], []), self.values.data.get(node.input[1])
+        pieces = self.values.pieces.get(node.input[0], [])
+        position = self.values.data.get(node.input[1])
         if position is None or position.size != 1 or not -len(pieces) <= int(position.item()) < len(pieces):
             raise unknown(node)
         return {node.output[0]: pieces[int(position.item())]}
 
     def _check_work(self, node: NodeProto) -> None:
-        """Raise SkeletonError for a node that takes too long for one sample."""
+        """Raise SkeletonError if a node takes too long for one sample."""
         if self.values.samples == 1 and (seconds := REFERENCE.seconds(self.work[-1])) > MOST_SECONDS:
             raise too_slow(node.name, node.op_type, seconds, "one sample")
 
     def _fold(self, node: NodeProto) -> None:
-        """Compute a small constant result, of which a size may be made."""
+        """Compute a small constant result, which may become a size."""
         values = self.values
         if node.op_type in ("Shape", "Size"):
             shape = values.shape(node.input[0])
@@ -376,12 +380,13 @@ class Walk:
         elif node.op_type in FOLDED | {"ConstantOfShape"} and all(name in values.data for name in node.input if name):
             try:
                 made = self._computed(node)
-            except Exception:  # of many kinds; what is not known is refused where a size is made of it
+            # Many kinds. An unknown value is refused when it becomes a size.
+            except Exception:
                 return
             values.data |= {name: np.asarray(array) for name, array in zip(node.output, made, strict=True)}
 
     def _computed(self, node: NodeProto) -> Sequence[Any]:
-        """Return what a node makes of the data that its inputs have."""
+        """Return a node's results from its inputs' data."""
         if (plain := _PLAIN.get(node.op_type)) is not None and all(node.input):
             given = attributes(node)
             return [plain(*(self.values.data[name] for name in node.input), **given)]
@@ -392,7 +397,7 @@ class Walk:
 
 
 def too_slow(name: str, operator: str, seconds: float, what: str) -> SkeletonError:
-    """Return the error for a node that takes too long. what: for which samples."""
+    """Return the error of a node that takes too long. what: for which samples."""
     return SkeletonError(
         f"the node {name[:80]!r} ({operator[:80]!r}) is predicted to take {seconds:,.1f} s for {what}, at most "
         f"{MOST_SECONDS:g} s are accepted; publish a smaller model"
@@ -400,13 +405,13 @@ def too_slow(name: str, operator: str, seconds: float, what: str) -> SkeletonErr
 
 
 def _spreads(shape: list[int], whole: list[int]) -> bool:
-    """Return whether a value of this shape, repeated, is as large as another and no larger."""
+    """Return whether a value of ``shape`` can be broadcast to ``whole`` without enlarging it."""
     padded = [1] * (len(whole) - len(shape)) + shape
     return len(shape) <= len(whole) and all(one in (1, other) for one, other in zip(padded, whole, strict=True))
 
 
 def has_data(tensor: TensorProto) -> bool:
-    """Return whether the file holds values of this tensor."""
+    """Return whether the file contains the tensor's values."""
     fields = ("raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
     return any(len(getattr(tensor, field)) for field in fields)
 
@@ -415,7 +420,7 @@ def _array(tensor: TensorProto) -> Array:
     try:
         return np.asarray(onnx.numpy_helper.to_array(tensor))
     except (ValueError, TypeError) as error:
-        raise SkeletonError(f"{tensor.name[:200]!r} has other data than its shape and type say ({error})") from None
+        raise SkeletonError(f"{tensor.name[:200]!r} has data that do not fit its shape and type ({error})") from None
 
 
 def _constant(attributes: Collection[AttributeProto]) -> Array:

@@ -1,4 +1,4 @@
-"""Adding nodes to an ONNX graph: names are made up, constants become initialisers."""
+"""Builder of nodes and constants for an ONNX graph, with generated names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from onnx import NodeProto, TensorProto
 
 
 class Building:
-    """Nodes and initialisers to be, in the order in which they were added; every name begins with ``prefix``.
+    """New nodes and initialisers in order; all names begin with ``prefix``.
 
-    Only operators are used that mean the same in all versions that ``skeleton.OPSETS`` admits.
+    Use only operators with the same meaning in all versions of ``skeleton.OPSETS``.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -26,26 +26,25 @@ class Building:
         self._known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
 
     def name(self, what: str) -> str:
-        """Return a name that is in use nowhere else."""
+        """Return a new name."""
         self._count += 1
         return f"{self._prefix}{what}_{self._count}"
 
     def constant(self, values: NDArray[Any]) -> str:
-        """Return the name of an initialiser of these values; of equal ones there is one."""
+        """Return the name of an initialiser with these values; equal ones are shared."""
         array = np.ascontiguousarray(values).reshape(np.shape(values))
-        key = array.dtype.str, array.shape, array.tobytes()
+        key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._known:
             self._known[key] = self.name("constant")
             self.initializers.append(onnx.numpy_helper.from_array(array, self._known[key]))
         return self._known[key]
 
     def whole(self, *numbers: int) -> str:
-        """Return an int64 constant: axes, shapes and the like."""
+        """Return the name of an int64 constant, such as axes or a shape."""
         return self.constant(np.array(numbers, dtype=np.int64))
 
     def index(self, values: NDArray[np.integer[Any]]) -> str:
-        """Return the name of whole numbers >= 0 as int64, stored in as few bytes as they need: the conversion is done
-        at load."""
+        """Return the name of integers >= 0 as int64, stored in the smallest type and converted at load."""
         largest = int(values.max(initial=0))
         small = np.uint8 if largest < 2**8 else np.uint16 if largest < 2**16 else np.int32
         return self.add("Cast", self.constant(values.astype(small)), to=TensorProto.INT64)
@@ -57,13 +56,13 @@ class Building:
         return names
 
     def add(self, kind: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
-        """Return the output of a new node, which is called ``output`` where that is given."""
+        """Return the output of a new node, named ``output`` if given."""
         name = output or self.name(kind.lower())
         self.nodes.append(onnx.helper.make_node(kind, list(inputs), [name], name, **attributes))
         return name
 
     def sum(self, values: str, axis: int, keep: bool = True) -> str:
-        """Return Σ along one axis."""
+        """Return the sum along one axis."""
         return self.add("ReduceSum", values, self.whole(axis), keepdims=int(keep))
 
     def slice(self, values: str, axis: int, start: int, stop: int) -> str:
@@ -71,5 +70,5 @@ class Building:
         return self.add("Slice", values, self.whole(start), self.whole(stop), self.whole(axis))
 
     def reshape(self, values: str, shape: Sequence[int]) -> str:
-        """Return the value in another shape: 0 keeps an axis, -1 is what is left."""
+        """Return the value in another shape: 0 keeps an axis, -1 is the rest."""
         return self.add("Reshape", values, self.whole(*shape))

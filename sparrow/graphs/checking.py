@@ -1,12 +1,10 @@
-"""The check of a training step's graph before a device runs it: that it can do no harm, and what it takes.
+"""Check of a training step's graph before a device runs it.
 
-Graphs come over the network. One that reads or writes anything but a batch and the manifest's tensors, that uses an
-operator with a size or an effect that is not known beforehand, or that takes more than a model of this size may, is
-refused before ONNX Runtime sees it.
+Graphs come over the network. A graph is refused before ONNX Runtime reads it if it accesses anything besides a batch
+and the manifest's tensors, uses an operator of unknown size or effect, or takes more than a model of this size may.
 
-Sizes are inferred node by node at two numbers of samples. Each axis must be equally long at both, or in proportion to
-them, at most one of a value's the latter, and operators that go along an axis must leave that one as it is: so what is
-found holds for every batch.
+Sizes are inferred node by node at two numbers of samples. At most one axis of a value may differ, in proportion to the
+samples, and operators along that axis must keep its length. So the results hold for every batch.
 """
 
 from __future__ import annotations
@@ -31,14 +29,16 @@ from .skeleton import check_node, check_structure, parse, refuse_external
 from .values import named, names
 
 OPSET = 21
-"""Version of the standard operators that steps are published with."""
+"""Version of the standard operators in published steps."""
 
 LARGEST_CONSTANT = 1024 * 1024
-"""Bytes of one constant."""
+"""Most bytes of one constant."""
 SAMPLES = (2, 3)
-"""Numbers of samples that sizes are inferred at."""
-FLOPS_OVER_FORWARD, FLOPS_BESIDE = 16, 2**34
-"""Limit of the work for one sample, in FLOPs that take as long: a multiple of the manifest's layers, and a constant."""
+"""Numbers of samples for inferring sizes."""
+FLOPS_OVER_FORWARD = 16
+"""Most work per sample, as a multiple of the FLOPs of the manifest's layers ..."""
+FLOPS_BESIDE = 2**34
+"""... plus this many FLOPs."""
 
 OPERATORS = names(
     """
@@ -50,40 +50,42 @@ OPERATORS = names(
     Softplus Softsign Split Sqrt Squeeze Sub Tanh Tile Transpose Unsqueeze Where
     """
 )
-"""Operators that a step may use: those that publishing and the engine's passes write, and their like."""
+"""Accepted operators: those of published steps and of the engine's passes, and similar ones."""
 
 MOVING = names("Cast Concat Gather Identity Mul Reshape Shape Size Slice Squeeze Unsqueeze")
-"""Operators that a size that grows with the batch may go through: what they make of it grows in proportion."""
+"""Operators that a batch-dependent size may pass; their results are proportional to it."""
 
 SPATIAL = frozenset(["AveragePool", "Conv", "ConvTranspose", "MaxPool", "MaxUnpool"])
 KEEPING = frozenset(["Pad", "Slice", "Split"])
 
 INPUT_TYPES = (TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32)
 DRAWN = {"uniform": 2, "normal": 2, "uniform_step": 1, "normal_step": 1}
-"""Inputs that hold what a model draws -> their axes, the first of two being the batch's."""
+"""Inputs with random numbers -> number of axes; the first of two is the batch."""
 
 
 class Needs:
     """Memory and work of each node of a graph, for any number of samples.
 
-    walks: of ``SAMPLES`` samples. Both grow linearly with the number of samples, or not at all.
+    walks: over ``SAMPLES`` samples. Both quantities are linear in the number of samples, or constant.
     """
 
     def __init__(self, model: ModelProto, walks: Sequence[Walk]) -> None:
         self._nodes = [(node.name, node.op_type) for node in model.graph.node]
-        bytes_, work = (np.array([getattr(walk, what) for walk in walks], np.float64) for what in ("alive", "work"))
-        self._bytes, self._work = _line(bytes_), _line(work)
+        alive = np.array([walk.alive for walk in walks], np.float64)
+        work = np.array([walk.work for walk in walks], np.float64)
+        self._bytes = _line(alive)
+        self._work = _line(work)
 
     def bytes(self, samples: int) -> int:
-        """Return the most bytes of values beside the model's tensors that a batch takes at a time."""
+        """Return the largest number of bytes of values, besides the model's tensors, at a time in a batch."""
         return int(_at(self._bytes, samples).max(initial=0))
 
     def seconds(self, samples: int, speed: Speed = REFERENCE) -> float:
-        """Return the seconds that a batch is predicted to take."""
+        """Return the predicted seconds of a batch."""
         return float(self._seconds(samples, speed).sum())
 
     def slowest(self, samples: int, speed: Speed = REFERENCE) -> tuple[str, str, float]:
-        """Return name, operator and predicted seconds of the node that takes longest for a batch."""
+        """Return name, operator and predicted seconds of the slowest node in a batch."""
         seconds = self._seconds(samples, speed)
         place = int(seconds.argmax())
         return (*self._nodes[place], float(seconds[place]))
@@ -95,7 +97,7 @@ class Needs:
 
 
 def _line(at: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return where lines begin, and how they rise, that go through the values [2, ...] at ``SAMPLES``."""
+    """Return intercepts and slopes of lines through the values [2, ...] at ``SAMPLES``."""
     rise = (at[1] - at[0]) / (SAMPLES[1] - SAMPLES[0])
     return at[0] - SAMPLES[0] * rise, rise
 
@@ -106,8 +108,7 @@ def _at(line: tuple[NDArray[np.float64], NDArray[np.float64]], samples: int) -> 
 
 
 def check_graphs(graphs: Graphs, manifest: Manifest) -> tuple[Needs, Needs]:
-    """Return what step and evaluation take. Raises GraphError, which says what was met, for a graph that a device must
-    not run."""
+    """Return the needs of step and evaluation. Raises GraphError, naming the fault, for a graph not fit to run."""
     return _check(graphs.step, manifest, "step"), _check(graphs.evaluation, manifest, "evaluation")
 
 
@@ -144,7 +145,8 @@ def _check_operators(model: ModelProto) -> None:
 
 
 def _check_constants(model: ModelProto) -> None:
-    inputs, seen = {each.name for each in model.graph.input}, set[str]()
+    inputs = {each.name for each in model.graph.input}
+    seen = set[str]()
     values = [each.t for node in model.graph.node for each in node.attribute if each.HasField("t")]
     for tensor in (*model.graph.initializer, *values):
         refuse_external(tensor)
@@ -152,7 +154,7 @@ def _check_constants(model: ModelProto) -> None:
             raise GraphError(f"the constant {tensor.name[:80]!r} has more than {LARGEST_CONSTANT} bytes")
     for tensor in model.graph.initializer:
         if tensor.name in inputs or tensor.name in seen:
-            raise GraphError(f"{tensor.name[:80]!r} stands twice among inputs and constants")
+            raise GraphError(f"{tensor.name[:80]!r} occurs twice among inputs and constants")
         seen.add(tensor.name)
 
 
@@ -175,9 +177,9 @@ def _check_inputs(model: ModelProto, manifest: Manifest) -> None:
             axes = DRAWN[value.name]
             fits = len(shape) == axes and [size is None for size in shape] == [True, False][2 - axes :]
             if kind != TensorProto.FLOAT or not fits:
-                raise GraphError(f"{value.name} has the shape {shape}; it is to be {axes} axes of float32")
+                raise GraphError(f"{value.name} has the shape {shape}; it must have {axes} axes of float32")
         else:
-            raise GraphError(f"the input {value.name[:80]!r} is none of the manifest's tensors, nor of a batch")
+            raise GraphError(f"the input {value.name[:80]!r} is neither a tensor of the manifest nor part of a batch")
 
 
 def _check_outputs(model: ModelProto, manifest: Manifest, *, trains: bool) -> None:
@@ -189,7 +191,7 @@ def _check_outputs(model: ModelProto, manifest: Manifest, *, trains: bool) -> No
     _refuse_repeated("output", model.graph.output)
     for value in model.graph.output:
         if value.name not in known:
-            raise GraphError(f"the output {value.name[:80]!r} is none that this graph may have of this model")
+            raise GraphError(f"the output {value.name[:80]!r} is not allowed for this model")
         if _described(value) != (TensorProto.FLOAT, known[value.name]):
             raise GraphError(f"the output {value.name[:80]!r} is not float32 of the shape {known[value.name]}")
     missing = sorted(needed.keys() - {value.name for value in model.graph.output})
@@ -201,22 +203,22 @@ def _refuse_repeated(what: str, values: Iterable[ValueInfoProto]) -> None:
     seen = set[str]()
     for value in values:
         if value.name in seen:
-            raise GraphError(f"the {what} {value.name[:80]!r} stands twice")
+            raise GraphError(f"the {what} {value.name[:80]!r} occurs twice")
         seen.add(value.name)
 
 
 def _described(value: ValueInfoProto) -> tuple[int, tuple[int | None, ...]]:
-    """Return a value's type and shape, None for an axis that is free."""
+    """Return a value's type and shape, None for a free axis."""
     tensor = value.type.tensor_type
     if value.type.WhichOneof("value") != "tensor_type" or not tensor.HasField("shape"):
-        raise GraphError(f"{value.name[:80]!r} is no tensor of a known number of axes")
+        raise GraphError(f"{value.name[:80]!r} is not a tensor with a known number of axes")
     return tensor.elem_type, tuple(
         dim.dim_value if dim.WhichOneof("value") == "dim_value" else None for dim in tensor.shape.dim
     )
 
 
 class _Walk(Walk):
-    """As ``Walk``, but of what grows with the batch only sizes in proportion to it are computed."""
+    """A ``Walk`` that computes batch-dependent sizes only if they are proportional to the batch."""
 
     def _fold(self, node: NodeProto) -> None:
         grows = [name for name in node.input if name in self.values.data and name in self.values.varies]
@@ -226,7 +228,7 @@ class _Walk(Walk):
 
 
 def _check_sizes(model: ModelProto, manifest: Manifest) -> Needs:
-    """Raise GraphError where sizes are not as the module says, not as recorded, or too large."""
+    """Raise GraphError for sizes that break the module's rules, differ from the recorded ones, or are too large."""
     weights = {spec.name for spec in manifest.whole}
     walks = [_Walk(model, samples=count, weights=weights) for count in SAMPLES]
     for walk in walks:
@@ -256,14 +258,14 @@ def _check_sizes(model: ModelProto, manifest: Manifest) -> Needs:
     most = min(MOST_GRAPH_SECONDS, FLOP * 1e-9 * (FLOPS_OVER_FORWARD * forward_flops(manifest) + FLOPS_BESIDE))
     if (seconds := needs.seconds(1)) > most:
         raise GraphError(
-            f"it is predicted to take {seconds:.2f} s for a sample, and a step of this manifest's layers takes at most "
+            f"it is predicted to take {seconds:.2f} s for a sample, but a step of this manifest's layers takes at most "
             f"{most:.2f} s; publish it again with sparrow publish"
         )
     return needs
 
 
 def _growing_axis(name: str, small: list[int], large: list[int]) -> int | None:
-    """Return the axis of a value that grows with the batch. Raises GraphError for more of them, or another growth."""
+    """Return the axis that grows with the batch, if any. Raises GraphError for several, or another growth."""
     growing = []
     for axis, (less, more) in enumerate(zip(small, large, strict=True)):
         if less == 0 or (less != more and less * SAMPLES[1] != more * SAMPLES[0]):
@@ -275,7 +277,7 @@ def _growing_axis(name: str, small: list[int], large: list[int]) -> int | None:
 
 
 def _check_axes(node: NodeProto, grows: dict[str, int | None], walk: Walk) -> None:
-    """Raise GraphError for an operator that goes along the axis of the batch in other ways than one by one."""
+    """Raise GraphError for an operator that mixes or drops samples along the batch axis."""
     read = [name for name in node.input if name]
     if node.op_type in SPATIAL:
         values = [*read[:2], *(name for name in node.output if name)]

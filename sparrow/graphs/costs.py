@@ -1,10 +1,10 @@
-"""Prediction of the work of a graph's nodes, from their shapes, before any of them runs.
+"""Prediction of the time of a graph's nodes from their shapes.
 
-The work of a node is counted from its shapes: products of matrices, values that are read or written one after the
-other, and plain code. Each is given in nanoseconds of a reference machine (one core of an AMD EPYC, ONNX Runtime
-1.31), and a machine says by three factors how its own core compares (``Speed``). The counts follow the kernels of ONNX
-Runtime, its slow ones included: windows that are walked place by place, and broadcasts, transposes and copies in short
-runs. ``tests/graph_fuzzing.py`` compares predictions with runs of random graphs.
+A node's work is split into matrix products, sequential reading and writing of values, and plain code, in nanoseconds of
+a reference machine (one core of an AMD EPYC, ONNX Runtime 1.31); three factors convert it to another machine
+(``Speed``). The counts follow ONNX Runtime's kernels, including slow ones: windows that are processed place by place,
+and broadcasts, transposes and copies of short runs. ``tests/graph_fuzzing.py`` compares predictions with runs of random
+graphs.
 """
 
 from __future__ import annotations
@@ -20,25 +20,31 @@ from .graph import attributes
 from .values import FLOATS, Values, names
 
 FAST = 1.0
-"""Nanoseconds of a value up to which an operator waits for memory."""
+"""Nanoseconds per value up to which an operator is bound by memory."""
 PER_NODE = 2_000.0
-"""Of any node, however small."""
-FLOP, PRODUCT_VALUE, PRODUCT = 0.02, 0.8, 250.0
-"""Of a product of matrices: a FLOP, a value that is read or written, the call."""
+"""Nanoseconds of any node."""
+FLOP = 0.02
+"""Nanoseconds of a FLOP in a matrix product."""
+PRODUCT_VALUE = 0.8
+"""Nanoseconds of a value that a matrix product reads or writes."""
+PRODUCT = 250.0
+"""Nanoseconds of a call of a matrix product."""
 FEW = 8
-"""Rows or columns below which a product is slow: a FLOP takes 1 + FEW / rows times as long."""
+"""A product with few rows or columns is slow: a FLOP takes 1 + FEW / rows times as long."""
 OTHER_FLOP: dict[int, float] = {TensorProto.FLOAT: 1.0, TensorProto.DOUBLE: 2.0}
-"""A FLOP of a type, over one of float32."""
+"""Cost of a FLOP by type, relative to float32."""
 WHOLE_FLOP = 15.0
-"""The same for whole numbers, which have no fast kernel."""
+"""The same for integers, which have no fast kernel."""
 CACHED = 2**20
 """Bytes that are read in any order at the speed of a cache."""
-NEAR, FAR = 25.0, 100.0
-"""A value read from such a place, and from a larger one."""
+NEAR = 25.0
+"""Nanoseconds of a value read in any order from the cache."""
+FAR = 100.0
+"""Nanoseconds of a value read in any order from memory."""
 
 
 class Work(NamedTuple):
-    """Nanoseconds of the reference machine: for products of matrices, for moving values, for plain code."""
+    """Nanoseconds of the reference machine for matrix products, moving values and plain code."""
 
     products: float = 0.0
     moving: float = 0.0
@@ -47,14 +53,14 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Speed:
-    """How long a machine's core takes, over the reference: for products, for moving values, for plain code."""
+    """Time of a machine's core relative to the reference, for products, moving values and plain code."""
 
     products: float = 1.0
     moving: float = 1.0
     plain: float = 1.0
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds that work takes here."""
+        """Return the seconds of work on this machine."""
         parts = self.products * work.products + self.moving * work.moving + self.plain * work.plain
         return 1e-9 * parts
 
@@ -63,10 +69,11 @@ REFERENCE = Speed()
 
 
 class _Node:
-    """A node with what its cost depends on."""
+    """A node with the quantities that its cost depends on."""
 
     def __init__(self, node: NodeProto, values: Values) -> None:
-        read, made = [name for name in node.input if name], [name for name in node.output if name]
+        read = [name for name in node.input if name]
+        made = [name for name in node.output if name]
         self.op = node.op_type
         self.attributes = attributes(node)
         self.taken = [values.shape(name) for name in read]
@@ -79,29 +86,29 @@ class _Node:
 
     @property
     def out(self) -> int:
-        """The values of the first result."""
+        """Number of values of the first result."""
         return math.prod(self.made[0])
 
     @property
     def into(self) -> int:
-        """The values of the first input."""
+        """Number of values of the first input."""
         return math.prod(self.taken[0])
 
     @property
     def wide(self) -> float:
-        """2 for values of 8 bytes, else 1."""
+        """2 for values of 8 bytes, otherwise 1."""
         return 2.0 if self.kind in (TensorProto.DOUBLE, TensorProto.INT64, TensorProto.UINT64) else 1.0
 
     def axis(self, usual: int) -> int:
-        """Return the axis that the node goes along, in its first result."""
+        """Return the node's axis in its first result."""
         given = int(self.attributes.get("axis", usual))
         return given % max(1, len(self.made[0]))
 
 
 def work_of(node: NodeProto, values: Values, readers: Collection[str] = ("",)) -> Work:
-    """Return the work of one node. An operator that is not known here costs as the slowest plain one.
+    """Return the work of one node; an unknown operator costs as much as the slowest plain one.
 
-    readers: the operators of the nodes that read its results; "": what runs the graph reads one.
+    readers: operators that read its results; "" stands for an output of the graph.
     """
     seen = _Node(node, values)
     if not seen.outputs or _is_folded(seen, readers):
@@ -111,13 +118,13 @@ def work_of(node: NodeProto, values: Values, readers: Collection[str] = ("",)) -
 
 
 def _is_folded(node: _Node, readers: Collection[str]) -> bool:
-    """Return whether ONNX Runtime gives a transposition to the products that read it, which take it as they go."""
+    """Return whether ONNX Runtime merges a transpose into the products that read it."""
     only_products = all(each in ("Gemm", "MatMul", "Transpose") for each in readers)
     return node.op == "Transpose" and only_products and node.kind in OTHER_FLOP and len(node.taken[0]) == 2
 
 
 def _elements(nanoseconds: float) -> Callable[[_Node], Work]:
-    """Return the rule of an operator that makes each value from those at its place; broadcasts go run by run."""
+    """Return the rule of an elementwise operator; broadcasts are processed run by run."""
 
     def rule(node: _Node) -> Work:
         each = node.wide * nanoseconds * node.out * max(1, len(node.taken) - 1)
@@ -128,25 +135,28 @@ def _elements(nanoseconds: float) -> Callable[[_Node], Work]:
 
 
 def _run_of(taken: Sequence[Sequence[int]], made: Sequence[int]) -> int:
-    """Return how many values a broadcast computes at a time: those of the last axes that all inputs repeat alike."""
+    """Return the length of the runs in which a broadcast computes: the last axes that all inputs repeat equally."""
     padded = [[1] * (len(made) - len(shape)) + list(shape) for shape in taken]
-    run, kinds = 1, None
+    run = 1
+    kinds = None
     for axis in reversed(range(len(made))):
         if made[axis] == 1:
             continue
         here = tuple(shape[axis] == 1 for shape in padded)
         if kinds is not None and here != kinds:
             break
-        run, kinds = run * made[axis], here
+        run *= made[axis]
+        kinds = here
     return max(1, run)
 
 
 def _softmax(node: _Node) -> Work:
-    axis, shape = node.axis(-1), node.made[0]
+    axis = node.axis(-1)
+    shape = node.made[0]
     rows = node.out / max(1, shape[axis]) if shape else 1
     turned = Work()
     if math.prod(shape[axis + 1 :]) > 1:
-        # The axis changes places with the last one, and the result is turned back.
+        # The axis is swapped with the last one, and the result is swapped back.
         order = list(range(len(shape)))
         order[axis], order[-1] = order[-1], order[axis]
         turned = _turned(node, order)
@@ -165,8 +175,9 @@ def _product(node: _Node) -> Work:
         columns = second[-1] if len(second) > 1 else 1
         count = node.out // max(1, rows * columns)
         if len(second) <= 2 and count > 1:
-            # One matrix on the right: all rows are taken at once.
-            rows, count = rows * count, 1
+            # With one matrix on the right, all rows form one product.
+            rows *= count
+            count = 1
     return _products(node.kind, count, rows, inner, columns)
 
 
@@ -181,9 +192,12 @@ def _products(kind: int, count: float, rows: float, inner: float, columns: float
 
 def _conv(node: _Node) -> Work:
     taken, kernel = node.taken[:2]
-    made, groups = node.made[0], int(node.attributes.get("group", 1))
-    places, columns = math.prod(made[2:]), math.prod(kernel[1:])
-    rows, count = kernel[0] / groups, taken[0] * groups
+    made = node.made[0]
+    groups = int(node.attributes.get("group", 1))
+    places = math.prod(made[2:])
+    columns = math.prod(kernel[1:])
+    rows = kernel[0] / groups
+    count = taken[0] * groups
     product = _products(node.kind, count, rows, columns, places)
     pads = node.attributes.get("pads", [0])
     strides = node.attributes.get("strides", [1])
@@ -196,11 +210,14 @@ def _conv(node: _Node) -> Work:
 
 def _conv_transpose(node: _Node) -> Work:
     taken, kernel = node.taken[:2]
-    groups, places = int(node.attributes.get("group", 1)), math.prod(taken[2:])
-    rows, inner, count = math.prod(kernel[1:]), taken[1] / groups, taken[0] * groups
+    groups = int(node.attributes.get("group", 1))
+    places = math.prod(taken[2:])
+    rows = math.prod(kernel[1:])
+    inner = taken[1] / groups
+    count = taken[0] * groups
     product = _products(node.kind, count, rows, inner, places)
     folded = float(count) * rows * places
-    # Over two axes it has a fast kernel; the other one is slow on values that are not finite.
+    # Two spatial axes have a fast kernel; the kernel for others is slow on values that are not finite.
     each = 2.0 if len(taken) == 4 else 15.0
     runs = 15 * folded / max(1, taken[-1])
     return Work(product.products, product.moving, product.plain + each * folded + runs + node.out)
@@ -218,13 +235,15 @@ def _pool(node: _Node) -> Work:
 
 def _reduce(node: _Node) -> Work:
     run = max(1, _last_run(node))
-    each, short = (0.4, 15.0) if node.kind == TensorProto.FLOAT else (3.0, 15.0)
+    each = 0.4 if node.kind == TensorProto.FLOAT else 3.0
+    short = 15.0
     return Work(0, 0, each * node.into + short * node.into / run + 10.0 * node.out)
 
 
 def _last_run(node: _Node) -> int:
-    """Return how many values lie side by side that are kept, or reduced, together; 1 if the axes are not known."""
-    shape, axes = node.taken[0], node.known[1] if len(node.taken) > 1 else None
+    """Return the number of adjacent values that are kept, or reduced, together; 1 if the axes are unknown."""
+    shape = node.taken[0]
+    axes = node.known[1] if len(node.taken) > 1 else None
     if len(node.taken) > 1 and axes is None:
         return 1
     reduced = set(range(len(shape))) if axes is None else {int(axis) % len(shape) for axis in axes.reshape(-1)}
@@ -247,7 +266,7 @@ def _transpose(node: _Node) -> Work:
 def _turned(node: _Node, permutation: Sequence[int]) -> Work:
     shape = node.taken[0]
     order = [axis for axis in permutation if shape[axis] > 1]
-    # Axes that stay side by side are one.
+    # Adjacent axes that stay together are merged.
     merged: list[list[int]] = []
     for axis in order:
         follows = merged and all(shape[between] == 1 for between in range(merged[-1][-1] + 1, axis))
@@ -303,10 +322,11 @@ def _pad(node: _Node) -> Work:
 
 
 def _copied(each: float) -> Callable[[_Node], Work]:
-    """Return the rule of an operator that copies runs: of the last axes that are as long before as after."""
+    """Return the rule of an operator that copies runs: the last axes whose length does not change."""
 
     def rule(node: _Node) -> Work:
-        run, shape = 1, node.made[0]
+        run = 1
+        shape = node.made[0]
         taken = [1] * (len(shape) - len(node.taken[0])) + node.taken[0] if node.taken else shape
         for one, other in zip(reversed(taken), reversed(shape), strict=False):
             run *= min(one, other)
@@ -318,7 +338,7 @@ def _copied(each: float) -> Callable[[_Node], Work]:
 
 
 def _joined(node: _Node) -> Work:
-    """Return the work of joining, or dividing, along an axis."""
+    """Return the work of concatenating or splitting along an axis."""
     whole = node.taken[0] if node.op == "Split" else node.made[0]
     axis = int(node.attributes.get("axis", 0)) % max(1, len(whole))
     parts = node.made if node.op == "Split" else node.taken
@@ -341,7 +361,8 @@ def _moved(node: _Node) -> Work:
 
 def _recurrent(node: _Node) -> Work:
     steps, batch, features = node.taken[0]
-    hidden, rows = node.taken[2][-1], node.taken[1][1]
+    hidden = node.taken[2][-1]
+    rows = node.taken[1][1]
     each = _products(node.kind, node.taken[1][0] * steps, batch, features + hidden, rows)
     return Work(each.products, each.moving, each.plain + 40.0 * steps * batch * rows * node.taken[1][0])
 
@@ -351,7 +372,7 @@ def _einsum(node: _Node) -> Work:
     lengths = dict[str, int]()
     for letters, shape in zip(sides.split(","), node.taken, strict=False):
         if "." in letters or len(letters) != len(shape):
-            # Of what is not spelt out, each place of one operand meets each of the other.
+            # If letters are missing, each place of one operand meets each place of the other.
             return _products(node.kind, 1, math.prod(node.taken[0]), 1, math.prod(node.taken[-1]))
         lengths |= dict(zip(letters, shape, strict=True))
     flops = 2.0 * math.prod(lengths.values())
@@ -375,7 +396,7 @@ def _transform(node: _Node) -> Work:
 
 
 def _resize(node: _Node) -> Work:
-    # With antialias all of the input is read; without, the cubic kernel is slow.
+    # Antialiasing reads the whole input; without it the cubic kernel is slow.
     smooth = bool(node.attributes.get("antialias"))
     each = 600.0 if node.attributes.get("mode") == b"cubic" and not smooth else 12.0
     return Work(0, (8.0 if smooth else 1.0) * node.into, each * node.out)
@@ -386,7 +407,7 @@ def _unknown(node: _Node) -> Work:
 
 
 def _mod(node: _Node) -> Work:
-    # A remainder of two floats is found bit by bit of their exponents' difference.
+    # A remainder of floats takes a step per bit of the difference of exponents.
     floats = node.kind in FLOATS
     long = 1200.0 if node.kind == TensorProto.DOUBLE else 200.0
     return _elements(long if floats else 5.0)(node)

@@ -1,20 +1,18 @@
-"""Graphs of narrow networks: the training step of the active neurons alone, made of the whole network's.
+"""Graphs of narrow networks: the training step of only the active neurons, made from the whole network's.
 
-The whole network is one whose dropped neurons are zero: their weights, biases, scales and shifts. Of each of its values
-the narrow graph computes the places that belong to active neurons: values are *cut* along axes. An operator is cut
-where each of its rules holds:
+The narrow graph computes the whole network's results if weights, biases, scales and shifts of dropped neurons are zero.
+Values are *cut* along axes to the places of active neurons, by rules for operators:
 
-    what treats neurons apart (activations, pooling, batch norm) has fewer of them;
-    what sums over neurons (layers, their errors) leaves the dropped ones out, where one factor is known to be zero;
-    what mixes them in any other way (layer norm, a softmax over neurons, grouped convolutions), and each operator that
-    has no rule here, gets whole values, zeros standing for the dropped neurons, and the answer is cut.
+    operators that treat neurons independently (activations, pooling, batch norm) have fewer neurons;
+    operators that sum over neurons (layers, their errors) omit the dropped ones if one factor is known to be zero;
+    operators that mix neurons in other ways (layer norm, softmax over neurons, grouped convolutions), and operators
+    without a rule, get whole values, with zeros for dropped neurons, and their result is cut.
 
-So a narrow graph computes what the whole one does, whatever it is made of, and nothing needs to be refused but graphs
-inside graphs. Shapes follow from the operators: constants that hold sizes are put right where a rule reads them.
+So every graph can be cut, except graphs with subgraphs. Constants that hold sizes are corrected.
 
-Which neurons are active is an input of the graph, so that one graph serves all masks of as many neurons:
-``kept:LABEL`` the active places of an axis, int64 [kept]; ``places:LABEL`` where each place lies among these, or -1,
-int64 [whole]. Random numbers are drawn for the whole network, and cut.
+The active neurons are inputs of the graph, so that one graph serves all masks of equal size: ``kept:LABEL`` the active
+places of an axis, int64 [kept]; ``places:LABEL`` the position of each place among these, or -1, int64 [whole]. Random
+numbers are drawn for the whole network, and cut.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ from .editor import Editor
 from .graph import again, attribute
 
 Label = tuple[tuple[str, int], ...]
-"""The groups of neurons that an axis is made of, each neuron owning so many places; the group "" is always active."""
+"""The groups of neurons along an axis, with the places of each neuron; the group "" is always active."""
 
 Labels = tuple[Label | None, ...]
-"""Label of each axis along which a value is cut; None: it is complete there."""
+"""Label of each axis along which a value is cut; None for a complete axis."""
 
 Lengths = tuple[int | None, ...]
 
@@ -46,16 +44,35 @@ ALWAYS = ""
 
 KEEP_ZERO = frozenset(
     [
-        *("Abs", "Cast", "Elu", "Erf", "Floor", "Gelu", "HardSwish", "Identity", "LeakyRelu", "Neg", "Relu", "Round"),
-        *("Selu", "Sign", "Sin", "Sqrt", "Swish", "Tanh"),
+        "Abs",
+        "Cast",
+        "Elu",
+        "Erf",
+        "Floor",
+        "Gelu",
+        "HardSwish",
+        "Identity",
+        "LeakyRelu",
+        "Neg",
+        "Relu",
+        "Round",
+        "Selu",
+        "Sign",
+        "Sin",
+        "Sqrt",
+        "Swish",
+        "Tanh",
     ]
 )
 MAP = frozenset(["Ceil", "Clip", "Cos", "Exp", "HardSigmoid", "Log", "Not", "Reciprocal", "Sigmoid", "Softplus"])
 ALL_ZERO = frozenset(["Add", "Sub", "Max", "Min", "Or"])
-"""Zero where all that they read is; ``ANY_ZERO`` where anything is, ``FIRST_ZERO`` where the first value is."""
+"""Operators that give zero if all inputs are zero."""
 
 ANY_ZERO = frozenset(["Mul", "And"])
+"""Operators that give zero if any input is zero."""
+
 FIRST_ZERO = frozenset(["Div"])
+"""Operators that give zero if the first input is zero."""
 COMPARE = frozenset(["Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Pow", "Mod", "Where"])
 POOLS = frozenset(["AveragePool", "GlobalAveragePool", "GlobalMaxPool", "LpPool", "GlobalLpPool"])
 SUMS = frozenset(["ReduceSum", "ReduceL1", "ReduceL2", "ReduceSumSquare"])
@@ -64,7 +81,7 @@ REDUCTIONS = SUMS | {"ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "Redu
 
 @dataclass(frozen=True)
 class Cut:
-    """A value as the narrow graph has it. zeros: axes along which the whole one is zero at all dropped neurons."""
+    """A value of the narrow graph. zeros: axes along which all dropped neurons of the whole value are zero."""
 
     name: str
     labels: Labels
@@ -73,7 +90,7 @@ class Cut:
 
 @dataclass
 class Plan:
-    """How a node is cut: the labels that its inputs and outputs get; ``other`` stands for inputs that are new."""
+    """How to cut a node: labels of inputs and output. other: input position -> replacement."""
 
     inputs: Sequence[Labels]
     labels: Labels
@@ -82,7 +99,7 @@ class Plan:
 
 
 def cut_graph(graph: bytes, manifest: Manifest, counts: Mapping[str, int]) -> tuple[bytes, dict[str, Label]]:
-    """Return the graph of a network with ``counts`` active neurons in each group, and the labels of its new inputs.
+    """Return the graph of a network with ``counts`` active neurons per group, and the labels of its new inputs.
 
     manifest: the whole network's. Raises CannotNarrow.
     """
@@ -91,10 +108,11 @@ def cut_graph(graph: bytes, manifest: Manifest, counts: Mapping[str, int]) -> tu
 
 
 class Cutter:
-    """Makes a narrow graph, node by node."""
+    """Cuts a graph node by node."""
 
     def __init__(self, proto: onnx.ModelProto, manifest: Manifest, counts: Mapping[str, int]) -> None:
-        self._proto, self._editor = proto, Editor(proto)
+        self._proto = proto
+        self._editor = Editor(proto)
         self._sizes = {**manifest.group_sizes, ALWAYS: 1}
         self._counts = {**counts, ALWAYS: 1}
         self._axes = {
@@ -109,7 +127,8 @@ class Cutter:
         self._maker = {name: place for place, node in enumerate(self._nodes) for name in node.output if name}
         self._made: list[onnx.NodeProto] = []
         self._cuts: dict[str, Cut] = {}
-        self._pooled: dict[str, Cut] = {}  # where maxima lie in the cut value, by the name of where in the whole one
+        # Places of maxima: name in the whole graph -> in the cut value.
+        self._pooled: dict[str, Cut] = {}
         self._done: dict[tuple[Any, ...], str] = {}
         self.read: dict[str, Label] = {}
 
@@ -151,13 +170,14 @@ class Cutter:
                 dim.dim_value = self._kept(label)
 
     def _name_outputs(self, ends: Mapping[str, str]) -> None:
-        """Let values that are outputs have their names."""
+        """Give outputs of the graph their names."""
         renamed: dict[str, str] = {}
         made = {name for node in self._made for name in node.output}
         for output, value in ends.items():
             if value in made and value not in renamed:
                 renamed[value] = output
-        for name in ends:  # what else has an output's name gets another
+        # Other values with an output's name get a new one.
+        for name in ends:
             if name in made and name not in renamed:
                 renamed[name] = self._editor.fresh()
         for node in self._made:
@@ -170,7 +190,7 @@ class Cutter:
     # Labels and lengths
 
     def _label(self, pieces: Sequence[tuple[str, int]]) -> Label | None:
-        """Return the label of an axis, or None where all of it is active."""
+        """Return the label of an axis, or None if it is all active."""
         if all(self._counts[group] == self._sizes[group] for group, _ in pieces):
             return None
         joined: list[tuple[str, int]] = []
@@ -192,7 +212,7 @@ class Cutter:
         return self._editor.shape(name) if constant is None else constant.shape
 
     def shape_of_cut(self, shape: Lengths, labels: Labels) -> Lengths:
-        """Return the lengths that are left of a value."""
+        """Return the lengths of a cut value."""
         return tuple(
             length if label is None else self._kept(label) for length, label in zip(shape, labels, strict=True)
         )
@@ -208,11 +228,11 @@ class Cutter:
         return found
 
     def labels(self, name: str) -> Labels:
-        """Return how a value has been cut."""
+        """Return the labels of a cut value."""
         return self._cuts[name].labels
 
     def is_zero(self, name: str, axis: int, label: Label) -> bool:
-        """Return whether a value is zero wherever ``label`` drops what lies along an axis."""
+        """Return whether a value is zero at all places along an axis that ``label`` drops."""
         constant = self.constant(name)
         if constant is not None:
             return not constant.any()
@@ -232,7 +252,7 @@ class Cutter:
         return self._editor.integers(values)
 
     def get(self, name: str, labels: Labels) -> str:
-        """Return the name of a value that is cut along these axes alone."""
+        """Return the name of a value with exactly these labels."""
         cut = self._cuts.get(name)
         if cut is not None and cut.labels == labels:
             return cut.name
@@ -254,7 +274,8 @@ class Cutter:
             found = self._recomputed(name)
             labelled: Labels = (None,) * len(labels)
         else:
-            found, labelled = cut.name, cut.labels
+            found = cut.name
+            labelled = cut.labels
             for axis, (have, want) in enumerate(zip(labelled, labels, strict=True)):
                 if have is not None and have != want:
                     found = self._spread(found, name, axis, have, len(labels))
@@ -270,7 +291,8 @@ class Cutter:
 
     def _spread(self, found: str, name: str, axis: int, label: Label, axes: int) -> str:
         """Return a value with zeros for dropped neurons along an axis."""
-        places, key = self._index("places", label), ("there", label, axes - axis)
+        places = self._index("places", label)
+        key = ("there", label, axes - axis)
         if key not in self._done:
             there = self.node("GreaterOrEqual", [places, self._editor.keep(np.array(0, np.int64))])
             shape = self.integers([self._whole(label), *[1] * (axes - axis - 1)])
@@ -280,8 +302,9 @@ class Cutter:
         return self.node("Where", [self._done[key], spread, self._editor.keep(np.array(0, kind))])
 
     def _recomputed(self, name: str) -> str:
-        """Return a value of the whole network, made again of whole values."""
-        wanted, waiting = set[int](), [name]
+        """Return a value of the whole network, recomputed from whole values."""
+        wanted = set[int]()
+        waiting = [name]
         while waiting:
             place = self._maker[waiting.pop()]
             if place in wanted:
@@ -295,7 +318,7 @@ class Cutter:
         return self._done["value", name, (None,) * len(self.shape(name) or ())]
 
     def _is_there(self, name: str) -> bool:
-        """Return whether a whole value needs no computing again."""
+        """Return whether a whole value is available without recomputing it."""
         cut = self._cuts.get(name)
         if cut is not None and (
             name not in self._maker or all(label is None or a in cut.zeros for a, label in enumerate(cut.labels))
@@ -316,8 +339,7 @@ class Cutter:
         return len(cut.labels) if cut is not None else len(self.shape(name) or ())
 
     def sizes(self, name: str, shape: Lengths, labels: Labels) -> str | None:
-        """Return the name of ``shape``, cut: of the input ``name`` of a node that says it; None where two lengths are
-        not known."""
+        """Return the name of the cut ``shape`` for a node's input ``name``; None if two lengths are unknown."""
         if all(label is None for label in labels):
             return self.get(name, (None,))
         lengths = self.shape_of_cut(shape, labels)
@@ -331,7 +353,8 @@ class Cutter:
         rule = RULES.get(node.op_type) if node.domain == "" and self._can_be_cut(node) else None
         plan = rule(self, node) if rule is not None else None
         if plan is None:
-            if node.output[0] not in self._cuts:  # a rule may have made it by itself
+            # A rule may have finished the node itself.
+            if node.output[0] not in self._cuts:
                 self._whole_node(node)
             return
         inputs = [
@@ -345,16 +368,17 @@ class Cutter:
                 self._pooled[name] = Cut(name, plan.labels)
 
     def _can_be_cut(self, node: onnx.NodeProto) -> bool:
-        """Return whether shapes are known, and any value that the node reads has been cut."""
+        """Return whether all shapes are known, and an input of the node is cut."""
         if any(self.shape(name) is None for name in (*node.input, *node.output) if name):
             return False
         read = [self._cuts.get(name) for name in node.input if name]
-        if None in read:  # the places of maxima, which only MaxUnpool reads
+        # Places of maxima have no cut; only MaxUnpool reads them.
+        if None in read:
             return bool(node.op_type == "MaxUnpool")
         return any(label is not None for cut in read if cut is not None for label in cut.labels)
 
     def _whole_node(self, node: onnx.NodeProto) -> None:
-        """Compute a node of whole values."""
+        """Compute a node from whole values."""
         inputs = [name and self.get(name, (None,) * self._rank(name)) for name in node.input]
         self._made.append(again(node, inputs, node.output))
         for name in node.output:
@@ -363,26 +387,26 @@ class Cutter:
                 self._cuts[name] = Cut(name, (None,) * len(shape or ()))
 
     def finish(self, node: onnx.NodeProto, name: str, labels: Labels, zeros: frozenset[int] = frozenset()) -> None:
-        """Let a value that is made already be the output of a node."""
+        """Use an existing value as the output of a node."""
         self._cuts[node.output[0]] = Cut(name, labels, zeros)
 
     def maker(self, name: str) -> onnx.NodeProto | None:
-        """Return the node that makes a value of the whole graph."""
+        """Return the node of the whole graph that makes a value."""
         place = self._maker.get(name)
         return None if place is None else self._nodes[place]
 
     def pooled(self, name: str) -> Cut | None:
-        """Return where maxima lie, in the cut value."""
+        """Return the places of maxima in the cut value."""
         return self._pooled.get(name)
 
 
-# Rules: each returns how a node is cut, None where whole values are needed.
+# A rule returns how to cut a node, or None if it needs whole values.
 
 Rule = Callable[[Cutter, onnx.NodeProto], Plan | None]
 
 
 def _meet(cutter: Cutter, shapes: Sequence[tuple[str, Lengths, Labels]], out: Lengths) -> tuple[list[Labels], Labels]:
-    """Return the labels of values that are broadcast to ``out``, and those of what they become."""
+    """Return the labels of values that are broadcast to ``out``, and those of the result."""
     labels: list[Label | None] = [None] * len(out)
     for _, shape, own in shapes:
         for axis in range(1, len(shape) + 1):
@@ -399,7 +423,8 @@ def _meet(cutter: Cutter, shapes: Sequence[tuple[str, Lengths, Labels]], out: Le
 
 
 def _elementwise(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
-    out, kind = _shape(cutter, node.output[0]), node.op_type
+    out = _shape(cutter, node.output[0])
+    kind = node.op_type
     read = [(name, _shape(cutter, name), cutter.labels(name)) for name in node.input if name]
     wanted, labels = _meet(cutter, read, out)
     zeros = set()
@@ -434,7 +459,7 @@ def _shape(cutter: Cutter, name: str) -> Lengths:
 
 
 def _between(cutter: Cutter, a: str, place: int, b: str, other: int) -> Label | None:
-    """Return the label of an axis over which products are summed: dropped neurons must count nothing."""
+    """Return the label of an axis over which a product sums, if dropped neurons add zero."""
     for name, axis in ((a, place), (b, other)):
         label = cutter.labels(name)[axis]
         if label is not None and cutter.is_zero(name, axis, label):
@@ -443,7 +468,7 @@ def _between(cutter: Cutter, a: str, place: int, b: str, other: int) -> Label | 
 
 
 def _zeros(cutter: Cutter, labels: Labels, *sources: tuple[int, str, int]) -> frozenset[int]:
-    """Return the axes along which ``sources`` (axis of the answer, value, its axis) are all zero."""
+    """Return the axes along which all ``sources`` (axis of the result, value, its axis) are zero."""
     found = set[int]()
     for axis, label in enumerate(labels):
         own = [cutter.is_zero(name, place, label) for at, name, place in sources if at == axis and label is not None]
@@ -454,7 +479,9 @@ def _zeros(cutter: Cutter, labels: Labels, *sources: tuple[int, str, int]) -> fr
 
 def _matmul(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     a, b = node.input
-    first, second, out = _shape(cutter, a), _shape(cutter, b), _shape(cutter, node.output[0])
+    first = _shape(cutter, a)
+    second = _shape(cutter, b)
+    out = _shape(cutter, node.output[0])
     if len(first) < 2 or len(second) < 2:
         return None
     inner = _between(cutter, a, -1, b, -2)
@@ -470,7 +497,8 @@ def _matmul(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 def _gemm(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     a, b = node.input[:2]
-    row, column = (1 if attribute(node, "transA", 0) else 0), (0 if attribute(node, "transB", 0) else 1)
+    row = 1 if attribute(node, "transA", 0) else 0
+    column = 0 if attribute(node, "transB", 0) else 1
     inner = _between(cutter, a, 1 - row, b, 1 - column)
     labels = (cutter.labels(a)[row], cutter.labels(b)[column])
     inputs: list[Labels] = [
@@ -511,7 +539,7 @@ def _pool(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 
 def _unpool(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
-    """Put errors back: as the maxima lie in the cut value that was pooled."""
+    """Put errors at the maxima of the cut value that was pooled."""
     places = cutter.pooled(node.input[1])
     shape = cutter.shape(node.output[0])
     if places is None or len(node.input) < 3 or shape is None or None in shape[1:]:
@@ -532,7 +560,9 @@ def _transpose(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 
 def _reshape(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
-    x, before, after = node.input[0], _shape(cutter, node.input[0]), _shape(cutter, node.output[0])
+    x = node.input[0]
+    before = _shape(cutter, x)
+    after = _shape(cutter, node.output[0])
     own = cutter.labels(x)
     inputs: list[Label | None] = [None] * len(before)
     labels: list[Label | None] = [None] * len(after)
@@ -562,9 +592,10 @@ def _places(shape: Lengths, axes: Sequence[int]) -> int:
 
 
 def _same_places(before: Lengths, after: Lengths) -> list[tuple[list[int], list[int]]]:
-    """Return axes of two shapes of the same values that hold the same places, as far as lengths are known."""
+    """Return the axes of two shapes of the same values that hold the same places, as far as lengths are known."""
     found: list[tuple[list[int], list[int]]] = []
-    first, last = 0, (len(before), len(after))
+    first = 0
+    last = (len(before), len(after))
     while min(last) > first and before[last[0] - 1] is not None and after[last[1] - 1] is not None:
         start = [last[0] - 1, last[1] - 1]
         sizes = [before[start[0]], after[start[1]]]
@@ -575,7 +606,7 @@ def _same_places(before: Lengths, after: Lengths) -> list[tuple[list[int], list[
             if length is None:
                 return found
             sizes[less] = (sizes[less] or 0) * length
-        # an axis of length 1 belongs to what lies before it, so that [16] is the same as [1, 16, 1, 1]
+        # An axis of length 1 belongs to the axis before it, so that [16] is the same as [1, 16, 1, 1].
         while sizes[0] == 1 and min(start) > 0 and None not in (before[start[0] - 1], after[start[1] - 1]):
             start = [start[0] - 1, start[1] - 1]
             sizes = [before[start[0]], after[start[1]]]
@@ -594,13 +625,15 @@ def _expand(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     lengths = cutter.shape_of_cut(out, labels)
     if any(length is None and (axis < more or read[0][1][axis - more]) for axis, length in enumerate(lengths)):
         return None
-    sizes = cutter.integers([length or 1 for length in lengths])  # the batch stays as long as it is
+    # Length 1 keeps the batch.
+    sizes = cutter.integers([length or 1 for length in lengths])
     zeros = _zeros(cutter, labels, *[(more + axis, node.input[0], axis) for axis in range(len(wanted[0]))])
     return Plan([wanted[0], (None,)], labels, zeros, {1: sizes})
 
 
 def _reduce(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
-    x, own = node.input[0], cutter.labels(node.input[0])
+    x = node.input[0]
+    own = cutter.labels(x)
     given = cutter.constant(node.input[1]) if len(node.input) > 1 and node.input[1] else attribute(node, "axes", [])
     if given is None:
         return None
@@ -621,14 +654,15 @@ def _reduce(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 
 def _along(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
-    """Treat what lies along an axis together (softmax)."""
+    """Complete the axis of a softmax."""
     labels = list(cutter.labels(node.input[0]))
     labels[attribute(node, "axis", -1)] = None
     return Plan([tuple(labels)], tuple(labels))
 
 
 def _concat(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
-    shapes, own = [_shape(cutter, name) for name in node.input], [cutter.labels(name) for name in node.input]
+    shapes = [_shape(cutter, name) for name in node.input]
+    own = [cutter.labels(name) for name in node.input]
     axis = attribute(node, "axis", 0) % len(own[0])
     labels = [next((each[place] for each in own if each[place] is not None), None) for place in range(len(own[0]))]
     pieces: list[tuple[str, int]] = []
@@ -650,7 +684,8 @@ def _concat(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 
 def _slice(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
-    x, own = node.input[0], list(cutter.labels(node.input[0]))
+    x = node.input[0]
+    own = list(cutter.labels(x))
     axes = cutter.constant(node.input[3]) if len(node.input) > 3 and node.input[3] else None
     if axes is None:
         return None
@@ -662,7 +697,8 @@ def _slice(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 
 def _pad(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
-    pads, own = cutter.constant(node.input[1]), cutter.labels(node.input[0])
+    pads = cutter.constant(node.input[1])
+    own = cutter.labels(node.input[0])
     if pads is None or len(node.input) > 3:
         return None
     labels = tuple(None if pads[axis] or pads[len(own) + axis] else label for axis, label in enumerate(own))
@@ -671,7 +707,8 @@ def _pad(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 def _gather(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
     x, index = node.input
-    own, more = cutter.labels(x), len(cutter.labels(index))
+    own = cutter.labels(x)
+    more = len(cutter.labels(index))
     axis = attribute(node, "axis", 0) % len(own)
     data = (*own[:axis], None, *own[axis + 1 :])
     labels = (*own[:axis], *(None,) * more, *own[axis + 1 :])
@@ -680,7 +717,7 @@ def _gather(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 
 def _scatter_rows(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
-    """Add rows up (errors of an embedding): the axes behind the chosen ones are cut."""
+    """Add rows (errors of an embedding); the axes after the indexed ones are cut."""
     data, index, rows = node.input
     depth = _shape(cutter, index)[-1]
     if depth is None:
@@ -693,11 +730,13 @@ def _scatter_rows(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 
 def _insert_axes(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
-    axes, own = cutter.constant(node.input[1]), cutter.labels(node.input[0])
+    axes = cutter.constant(node.input[1])
+    own = cutter.labels(node.input[0])
     if axes is None:
         return None
     total = len(own) + len(axes)
-    new, given = {int(axis) % total for axis in axes}, iter(range(len(own)))
+    new = {int(axis) % total for axis in axes}
+    given = iter(range(len(own)))
     source = [None if axis in new else next(given) for axis in range(total)]
     labels = tuple(None if axis is None else own[axis] for axis in source)
     zeros = _zeros(cutter, labels, *[(at, node.input[0], a) for at, a in enumerate(source) if a is not None])
@@ -716,13 +755,15 @@ def _remove_axes(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 
 def _lengths(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
-    """Return the shape of the whole value, of a cut one."""
-    own, shape = cutter.labels(node.input[0]), _shape(cutter, node.input[0])
+    """Compute the shape of the whole value from the cut one."""
+    own = cutter.labels(node.input[0])
+    shape = _shape(cutter, node.input[0])
     rest = [
         0 if label is None else (length or 0) - (cut or 0)
         for label, length, cut in zip(own, shape, cutter.shape_of_cut(shape, own), strict=True)
     ]
-    start, end = attribute(node, "start", 0), attribute(node, "end", len(own))
+    start = attribute(node, "start", 0)
+    end = attribute(node, "end", len(own))
     found = cutter.node("Shape", [cutter.get(node.input[0], own)], start=start, end=end)
     cutter.finish(node, cutter.node("Add", [found, cutter.integers(rest[start:end])]), (None,))
     return None

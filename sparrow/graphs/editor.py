@@ -1,4 +1,4 @@
-"""A graph that is being changed: its values, constants and shapes, and what all changes end with."""
+"""Editor of a graph: its values, constants and shapes, and the clean-up after changes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from .graph import drop_unused_in_place, set_nodes_in_place
 
 
 def name_outputs(graph: onnx.GraphProto) -> None:
-    """Let a value of which an output of the graph is a copy be that output.
+    """Rename values whose copy is an output of the graph, so that they are that output.
 
-    What a model computes alike in training and in evaluation is such a value, of an evaluation's output and loss.
+    These are an evaluation's output and loss if the training step computes the same values.
     """
-    outputs, made = {each.name for each in graph.output}, {name for node in graph.node for name in node.output}
+    outputs = {each.name for each in graph.output}
+    made = {name for node in graph.node for name in node.output}
     for node in [each for each in graph.node if each.op_type == "Identity" and each.output[0] in outputs]:
-        copied, name = node.input[0], node.output[0]
+        copied = node.input[0]
+        name = node.output[0]
         if copied in outputs or copied not in made:
             continue
         graph.node.remove(node)
@@ -31,13 +33,15 @@ def name_outputs(graph: onnx.GraphProto) -> None:
 
 
 def loss_part(graph: onnx.GraphProto, ends: Collection[str]) -> list[onnx.NodeProto]:
-    """Return the nodes by which ``ends``, the loss and what else is told of it, follow from the output, in order."""
-    behind, reached = {"output"}, []
+    """Return the nodes, in order, between the model's output and ``ends``, the loss and its gradient."""
+    behind = {"output"}
+    reached = []
     for node in graph.node:
         if behind.intersection(node.input):
             behind.update(node.output)
             reached.append(node)
-    wanted, part = set(ends), []
+    wanted = set(ends)
+    part = []
     for node in reversed(reached):
         if wanted.intersection(node.output):
             wanted.update(node.input)
@@ -46,9 +50,9 @@ def loss_part(graph: onnx.GraphProto, ends: Collection[str]) -> list[onnx.NodePr
 
 
 class Editor:
-    """A graph that is being changed: what makes and reads each value, constants, and the shapes known of values.
+    """A graph under change: makers and readers of each value, constants and known shapes.
 
-    An axis whose length is not known is None in ``shape``.
+    ``shape`` has None for an axis of unknown length.
     """
 
     def __init__(self, proto: onnx.ModelProto) -> None:
@@ -56,7 +60,8 @@ class Editor:
         made = [name for node in self.graph.node for name in node.output]
         made += [tensor.name for tensor in self.graph.initializer]
         numbers = [name.partition(":")[2] for name in made if name.startswith(("value:", "constant:"))]
-        self._count = max((int(number) for number in numbers if number.isdecimal()), default=0)  # of an editor before
+        # Continue the numbers of an earlier editor.
+        self._count = max((int(number) for number in numbers if number.isdecimal()), default=0)
         inferred = onnx.shape_inference.infer_shapes(proto).graph
         self._shapes = {
             info.name: tuple(
@@ -71,18 +76,19 @@ class Editor:
         }
         self._constants: dict[str, Any] = {each.name: numpy_helper.to_array(each) for each in self.graph.initializer}
         for name, array in self._constants.items():
-            self._shapes[name], self._types[name] = array.shape, array.dtype
+            self._shapes[name] = array.shape
+            self._types[name] = array.dtype
 
     def shape(self, name: str) -> tuple[int | None, ...] | None:
-        """Return the lengths of a value's axes, or None where nothing is known."""
+        """Return the lengths of a value's axes, or None if unknown."""
         return self._shapes.get(name)
 
     def dtype(self, name: str) -> Any:
-        """Return the type of a value's entries, as numpy has it."""
+        """Return the numpy type of a value's entries."""
         return self._types[name]
 
     def know(self, name: str, shape: Sequence[int | None]) -> None:
-        """Note the lengths of a new value's axes."""
+        """Record the lengths of a new value's axes."""
         self._shapes[name] = tuple(shape)
 
     def constant(self, name: str) -> Any:
@@ -98,11 +104,11 @@ class Editor:
         return [node for node in self.graph.node if name in node.input]
 
     def is_output(self, name: str) -> bool:
-        """Return whether a value is the graph's."""
+        """Return whether a value is an output of the graph."""
         return any(output.name == name for output in self.graph.output)
 
     def of_type(self, *kinds: str) -> Iterator[onnx.NodeProto]:
-        """Yield the nodes of some operators as they are now."""
+        """Yield the present nodes of some operators."""
         yield from [node for node in self.graph.node if node.op_type in kinds]
 
     def integers(self, values: Sequence[int]) -> str:
@@ -122,16 +128,17 @@ class Editor:
         return name
 
     def add(self, kind: str, *inputs: str, output: str = "", **attributes: Any) -> str:
-        """Add a node behind all others, and return the name of its output."""
+        """Append a node, and return the name of its output."""
         name = output or self.fresh()
         self.graph.node.append(helper.make_node(kind, list(inputs), [name], **attributes))
         return name
 
     def sort(self) -> None:
-        """Put nodes behind what they read, and otherwise leave their order."""
+        """Sort nodes after those that they read; keep the order otherwise."""
         nodes = list(self.graph.node)
         makers = {name: place for place, node in enumerate(nodes) for name in node.output if name}
-        done, ordered = set[int](), list[onnx.NodeProto]()
+        done = set[int]()
+        ordered = list[onnx.NodeProto]()
 
         def put(place: int) -> None:
             if place in done:
@@ -147,16 +154,16 @@ class Editor:
         set_nodes_in_place(self.graph, ordered)
 
     def before(self, node: onnx.NodeProto) -> Builder:
-        """Return what adds nodes before this one."""
+        """Return a builder of nodes before this one."""
         return Builder(self, node)
 
     def fresh(self) -> str:
-        """Return a name that no value has."""
+        """Return a new name of a value."""
         self._count += 1
         return f"value:{self._count}"
 
     def read_instead(self, name: str, other: str) -> None:
-        """Have what reads ``name`` read ``other``; an output of the graph keeps its name."""
+        """Replace ``name`` by ``other`` in all readers; an output of the graph keeps its name."""
         if self.is_output(name):
             maker = self.maker(other)
             if maker is None or self.is_output(other):
@@ -168,7 +175,7 @@ class Editor:
             node.input[:] = [other if read == name else read for read in node.input]
 
     def rename(self, name: str, new: str) -> None:
-        """Call a value something else, everywhere."""
+        """Rename a value everywhere."""
         for info in (*self.graph.input, *self.graph.output, *self.graph.value_info):
             info.name = new if info.name == name else info.name
         for node in self.graph.node:
@@ -176,7 +183,7 @@ class Editor:
             node.output[:] = [new if made == name else made for made in node.output]
 
     def replace(self, node: onnx.NodeProto, values: Sequence[str]) -> None:
-        """Take a node out, and have its outputs' readers read ``values`` (an empty one: there are none)."""
+        """Remove a node; its outputs' readers read ``values`` instead (empty for outputs without readers)."""
         outputs = list(node.output)
         node.output[:] = [self.fresh() for _ in outputs]
         for output, value in zip(outputs, values, strict=False):
@@ -187,7 +194,7 @@ class Editor:
         self.graph.node.remove(node)
 
     def remove_unread(self) -> None:
-        """Take out what no output follows from."""
+        """Remove nodes, inputs and descriptions of values that no output needs."""
         drop_unused_in_place(self.graph)
         read = {name for node in self.graph.node for name in node.input} | {each.name for each in self.graph.output}
         made = {output for node in self.graph.node for output in node.output}
@@ -197,13 +204,14 @@ class Editor:
 
 
 class Builder:
-    """Adds nodes before one of a graph: ``builder.Transpose(x, perm=[1, 0])`` returns the name of its output."""
+    """Inserts nodes before a given one: ``builder.Transpose(x, perm=[1, 0])`` returns the name of its output."""
 
     def __init__(self, editor: Editor, before: onnx.NodeProto) -> None:
-        self._editor, self._place = editor, list(editor.graph.node).index(before)
+        self._editor = editor
+        self._place = list(editor.graph.node).index(before)
 
     def insert(self, node: onnx.NodeProto) -> None:
-        """Add a node."""
+        """Insert a node."""
         self._editor.graph.node.insert(self._place, node)
         self._place += 1
 

@@ -10,13 +10,13 @@ from ..protocol.failures import Failure
 
 
 class ExportError(SdkError):
-    """The model cannot be exported as asked."""
+    """The model cannot be exported as requested."""
 
     exit_code: ClassVar[Exit] = Exit.FAILED
 
 
 class SkeletonError(ExportError):
-    """Bytes that are not the ONNX skeleton of this manifest, or not one that is safe to fill."""
+    """The bytes are not this manifest's ONNX skeleton, or the skeleton is not safe to fill."""
 
 
 class NoCurvature(ManifestError):

@@ -1,6 +1,6 @@
 """Functions to rewrite ONNX graphs: attributes, copies, constants, static shapes, constant folding, unused nodes.
 
-Functions whose name says ``in_place`` change the model they are given; the others leave it alone.
+Functions named ``..._in_place`` change their argument; others do not.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ..protocol.manifest import Array
 from .errors import ExportError
 
 BATCHES = (10007, 10009)
-"""Sizes tried for the free axes of the inputs: primes, so that no product of a network's own sizes is taken for one."""
+"""Trial sizes of free input axes: primes, so that products of a network's sizes differ from them."""
 
 SMALL = 65536
-"""A folded constant may be larger than what it was made from only up to so many bytes: the file is to shrink."""
+"""Bytes up to which a folded constant may exceed its inputs, because folding should shrink the file."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a value's axes where each free axis of the inputs is ``BATCHES[0]``; ``fixed``: which never vary.
+    """Sizes of a value's axes with free input axes of ``BATCHES[0]``; ``fixed`` marks axes that never vary.
 
-    ``type`` is ONNX's number for the kind of its elements.
+    ``type`` is ONNX's number for the type of its elements.
     """
 
     sizes: tuple[int, ...]
@@ -48,7 +48,7 @@ def constants(graph: GraphProto) -> dict[str, Array]:
 
 
 def set_constant_in_place(graph: GraphProto, name: str, array: Array) -> None:
-    """Write the initialiser ``name``, which need not be there yet."""
+    """Write the initialiser ``name``, existing or new."""
     tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
     for known in graph.initializer:
         if known.name == name:
@@ -58,13 +58,13 @@ def set_constant_in_place(graph: GraphProto, name: str, array: Array) -> None:
 
 
 INVALID = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError)
-"""Errors that ONNX's own checks raise."""
+"""Errors of ONNX's own checks."""
 
 
 def check_valid(
     model: ModelProto, what: str, advice: str = "", *, error: type[ExportError] = ExportError, full: bool = False
 ) -> None:
-    """Raise ``error`` unless ONNX's own check accepts a model; full: with all shapes inferred."""
+    """Raise ``error`` if ONNX's own check refuses a model; full: infer all shapes too."""
     try:
         onnx.checker.check_model(model, full_check=full)
     except INVALID as fault:
@@ -77,12 +77,12 @@ def attributes(node: NodeProto) -> dict[str, Any]:
 
 
 def attribute(node: NodeProto, name: str, default: Any) -> Any:
-    """Return an attribute's value, or ``default`` if the node leaves it out."""
+    """Return an attribute's value, or ``default`` if missing."""
     return attributes(node).get(name, default)
 
 
 def set_attribute_in_place(node: NodeProto, name: str, value: Any) -> None:
-    """Write an attribute; None takes it out."""
+    """Write an attribute; None removes it."""
     kept = [each for each in node.attribute if each.name != name]
     del node.attribute[:]
     node.attribute.extend(kept)
@@ -91,7 +91,7 @@ def set_attribute_in_place(node: NodeProto, name: str, value: Any) -> None:
 
 
 def again(node: NodeProto, inputs: Iterable[str], outputs: Iterable[str]) -> NodeProto:
-    """Return a copy of a node, without its name, that reads and makes other values."""
+    """Return a copy of a node, without its name, with other inputs and outputs."""
     copy = deepcopy(node)
     copy.ClearField("name")
     copy.input[:] = inputs
@@ -100,19 +100,19 @@ def again(node: NodeProto, inputs: Iterable[str], outputs: Iterable[str]) -> Nod
 
 
 def set_nodes_in_place(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
-    """Replace a graph's nodes, by some of its own or others."""
+    """Replace a graph's nodes."""
     kept = [deepcopy(node) for node in nodes]
     del graph.node[:]
     graph.node.extend(kept)
 
 
 def is_standard(node: NodeProto) -> bool:
-    """Return True for an operator that is one of ONNX's own."""
+    """Return whether the operator is one of ONNX's own."""
     return node.domain in ("", "ai.onnx")
 
 
 def opset(model: ModelProto) -> int:
-    """Return the version of the standard operators that the model uses."""
+    """Return the version of the standard operators in the model."""
     versions = [entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")]
     if len(versions) != 1:
         raise ExportError(f"the model names the operator versions {versions}; export it with one opset")
@@ -120,7 +120,7 @@ def opset(model: ModelProto) -> int:
 
 
 def reads(node: NodeProto) -> Iterator[str]:
-    """Return the names a node reads, those that graphs within it capture included; what is left out is skipped."""
+    """Yield the names that a node reads, including those captured by graphs within it."""
     yield from filter(None, node.input)
     for each in node.attribute:
         for inner in [each.g] if each.type == AttributeProto.GRAPH else each.graphs:
@@ -130,15 +130,16 @@ def reads(node: NodeProto) -> Iterator[str]:
 
 
 def read_counts(graph: GraphProto) -> Counter[str]:
-    """Return how many times each value is read; being an output of the graph counts."""
+    """Return how many times each value is read; an output of the graph counts as a read."""
     return Counter([*(name for node in graph.node for name in reads(node)), *(value.name for value in graph.output)])
 
 
 def fresh_name(graph: GraphProto, wish: str) -> str:
-    """Return ``wish``, or the first of ``wish_2``, ``wish_3``, ... that nothing in the graph is called."""
+    """Return ``wish``, or the first unused name of ``wish_2``, ``wish_3``, ..."""
     taken = {tensor.name for tensor in graph.initializer} | {value.name for value in (*graph.input, *graph.output)}
     taken |= {name for node in graph.node for name in (*reads(node), *node.output)}
-    name, number = wish, 1
+    name = wish
+    number = 1
     while name in taken:
         number += 1
         name = f"{wish}_{number}"
@@ -146,15 +147,15 @@ def fresh_name(graph: GraphProto, wish: str) -> str:
 
 
 def activate_before_pooling_in_place(graph: GraphProto) -> None:
-    """Move a ReLU that follows convolution and max-pooling to before the pooling, which gives the same and lets it join
-    the convolution."""
+    """Move a ReLU after convolution and max-pooling to before the pooling, so that it can join the convolution."""
     counts = read_counts(graph)
     made_by = {name: node.op_type for node in graph.node if is_standard(node) for name in node.output}
     read_by = {name: node for node in graph.node if is_standard(node) for name in node.input}
     for pool in graph.node:
         if pool.op_type != "MaxPool" or not is_standard(pool) or len(pool.output) > 1:
             continue
-        data, pooled = pool.input[0], pool.output[0]
+        data = pool.input[0]
+        pooled = pool.output[0]
         relu = read_by.get(pooled)
         if relu is None or relu.op_type != "Relu" or counts[data] > 1 or counts[pooled] > 1:
             continue
@@ -166,7 +167,7 @@ def activate_before_pooling_in_place(graph: GraphProto) -> None:
 
 
 def drop_unused_in_place(graph: GraphProto) -> None:
-    """Remove nodes and initialisers from which no path leads to an output; defaults of inputs stay."""
+    """Remove nodes and initialisers that no output needs; defaults of inputs stay."""
     used = {value.name for value in (*graph.output, *graph.input)}
     kept = []
     for node in reversed(graph.node):
@@ -181,8 +182,9 @@ def drop_unused_in_place(graph: GraphProto) -> None:
 
 
 def evaluate(node: NodeProto, inputs: Sequence[Array | None], version: int) -> list[Array]:
-    """Return the node's outputs for these inputs (None: left out), by ONNX's reference implementation in numpy."""
-    from onnx.reference import ReferenceEvaluator  # takes long to import
+    """Return the node's outputs by ONNX's reference implementation in numpy; None stands for a missing input."""
+    # The import takes long.
+    from onnx.reference import ReferenceEvaluator
 
     feed = {name: given for name, given in zip(node.input, inputs, strict=True) if given is not None}
     graph = GraphProto(
@@ -190,12 +192,13 @@ def evaluate(node: NodeProto, inputs: Sequence[Array | None], version: int) -> l
         input=[ValueInfoProto(name=name) for name in feed],
         output=[ValueInfoProto(name=name) for name in node.output],
     )
-    with np.errstate(all="ignore"):  # callers check whether the result is finite
+    # Callers check whether the result is finite.
+    with np.errstate(all="ignore"):
         return [np.asarray(each) for each in ReferenceEvaluator(graph, opsets={"": version}).run(None, feed)]
 
 
 def shapes(model: ModelProto) -> dict[str, Shape]:
-    """Return name -> shape of every value whose rank is known, initialisers included."""
+    """Return name -> shape of every value of known rank, including initialisers."""
     first, second = (_inferred(model, batch) for batch in BATCHES)
     found = {
         name: Shape(sizes, tuple(a == b for a, b in zip(sizes, second[name][0], strict=True)), kind)
@@ -211,24 +214,27 @@ _Sizes = dict[str, tuple[tuple[int, ...], int]]
 
 
 def _inferred(model: ModelProto, batch: int) -> _Sizes:
-    """Return the graph after ONNX's shape inference, which does not follow all that exporters compute of shapes, so
-    that is folded as found."""
-    given, version = deepcopy(model), opset(model)
+    """Return the sizes that ONNX's shape inference finds, with computations on shapes folded in between."""
+    given = deepcopy(model)
+    version = opset(model)
     graph = given.graph
-    graph.ClearField("value_info")  # may be what was true before channels were removed
+    # Recorded shapes may be outdated since channels were removed.
+    graph.ClearField("value_info")
     for value in graph.input:
         for dim in value.type.tensor_type.shape.dim:
             if dim.WhichOneof("value") != "dim_value":
                 dim.dim_value = batch
     for value in graph.output:
         value.type.tensor_type.ClearField("shape")
-    for index in reversed(range(len(graph.initializer))):  # weights would only be carried to and fro
+    # Weights would only be copied back and forth.
+    for index in reversed(range(len(graph.initializer))):
         tensor = graph.initializer[index]
         if np.prod(tensor.dims) > 4096:
             graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
             del graph.initializer[index]
     for node in graph.node:
-        if node.op_type == "GroupNormalization" and is_standard(node):  # onnx 1.23 does not infer its shape
+        # onnx 1.23 does not infer its shape.
+        if node.op_type == "GroupNormalization" and is_standard(node):
             node.op_type = "Identity"
             del node.input[1:], node.attribute[:]
     while True:
@@ -259,11 +265,12 @@ _NOT_FOLDED |= {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUnif
 
 
 def fold_constants_in_place(model: ModelProto) -> None:
-    """Replace what only constants decide by initialisers, and the targets of reshapes by plain ones where they can be.
+    """Replace constant computations by initialisers, and targets of reshapes by constants if possible.
 
-    Nodes that make more bytes than they read are left: the file is to become smaller. What nothing reads is removed.
+    Nodes whose results are larger than their inputs stay, to keep the file small. Unused nodes are removed.
     """
-    graph, version = model.graph, opset(model)
+    graph = model.graph
+    version = opset(model)
     _fix_shapes_and_types_in_place(model)
     drop_unused_in_place(graph)
     _fold_nodes_in_place(graph, version, constants(graph))
@@ -272,7 +279,7 @@ def fold_constants_in_place(model: ModelProto) -> None:
 
 
 def _fold_nodes_in_place(graph: GraphProto, version: int, known: dict[str, Array]) -> bool:
-    """Turn nodes that read ``known`` values alone into initialisers; return True if any node went."""
+    """Turn nodes that read only ``known`` values into initialisers; return whether any was."""
     for node in graph.node:
         foldable = is_standard(node) and node.op_type not in _NOT_FOLDED
         if not foldable or not all(name in known for name in reads(node)):
@@ -280,7 +287,8 @@ def _fold_nodes_in_place(graph: GraphProto, version: int, known: dict[str, Array
         inputs = [known[name] if name else None for name in node.input]
         try:
             outputs = evaluate(node, inputs, version)
-        except Exception:  # of any type: what the reference lacks, or gets wrong, ONNX Runtime may well know how to do
+        # Any type: ONNX Runtime may support operators that the reference lacks or gets wrong.
+        except Exception:
             continue
         bound = max(SMALL, sum(each.nbytes for each in inputs if each is not None))
         if node.op_type != "Constant" and sum(each.nbytes for each in outputs) > bound:
@@ -298,7 +306,7 @@ def _fold_nodes_in_place(graph: GraphProto, version: int, known: dict[str, Array
 
 
 def _drop_zero_biases_in_place(graph: GraphProto) -> None:
-    """Drop biases of zero, which exporters write where a layer has none."""
+    """Drop biases of zero, which exporters write for layers without a bias."""
     known = constants(graph)
     for node in graph.node:
         if node.op_type in ("Conv", "ConvTranspose", "Gemm") and is_standard(node) and len(node.input) == 3:
@@ -308,7 +316,8 @@ def _drop_zero_biases_in_place(graph: GraphProto) -> None:
 
 
 def _fix_shapes_and_types_in_place(model: ModelProto) -> None:
-    found, known = shapes(model), constants(model.graph)
+    found = shapes(model)
+    known = constants(model.graph)
     for node in model.graph.node:
         if node.op_type == "CastLike" and is_standard(node) and node.input[1] in found:
             node.op_type = "Cast"
@@ -327,7 +336,7 @@ def _fix_shapes_and_types_in_place(model: ModelProto) -> None:
 
 
 def set_target_in_place(graph: GraphProto, node: NodeProto, target: NDArray[np.int64]) -> None:
-    """Give a Reshape the shape ``target`` as a constant of its own."""
+    """Give a Reshape a constant of its own as its shape."""
     if node.input[1] not in constants(graph) or read_counts(graph)[node.input[1]] > 1:
         node.input[1] = fresh_name(graph, f"{node.output[0]}.shape")
     set_attribute_in_place(node, "allowzero", None)
@@ -335,10 +344,11 @@ def set_target_in_place(graph: GraphProto, node: NodeProto, target: NDArray[np.i
 
 
 def reshape_target(before: Shape | None, after: Shape | None) -> NDArray[np.int64] | None:
-    """Return the target of a Reshape: 0 copies an axis, -1 is what remains; None where sizes alone cannot say it."""
+    """Return the target of a Reshape, with 0 to copy an axis and -1 for the rest; None if that is not enough."""
     if before is None or after is None or 0 in after.sizes or 0 in before.sizes:
         return None
-    target, free = [], 0
+    target = []
+    free = 0
     for axis, (size, fixed) in enumerate(zip(after.sizes, after.fixed, strict=True)):
         if fixed:
             target.append(size)

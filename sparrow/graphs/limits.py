@@ -1,4 +1,4 @@
-"""Checks of single operators whose numbers decide what they take, and the memory that operators take beside results."""
+"""Checks of operators whose inputs decide their cost, and the memory that operators take besides results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .graph import attributes
 from .values import FLOATS, LARGEST_SIZE, Values, named, names
 
 CHANNELS = 16
-"""Channels that a convolution takes at a time, on processors with the widest vectors."""
+"""Channels in a block of a convolution, on processors with the widest vectors."""
 MATRIX = 96
-"""Bytes beside each of many products of matrices."""
+"""Bytes besides each of many matrix products."""
 PLACE = 32
-"""Bytes beside each value that is expanded, or each index of a one-hot encoding."""
+"""Bytes besides each value that is expanded, or each index of a one-hot encoding."""
 LARGEST_ATTRIBUTE = 2**24
 
 TRANSFORMS: dict[str, dict[int, int]] = {
@@ -27,10 +27,10 @@ TRANSFORMS: dict[str, dict[int, int]] = {
     "HammingWindow": {0: 1},
     "BlackmanWindow": {0: 1},
 }
-"""Operators of signals -> the places of their lengths among the inputs, and the least value of each."""
+"""Signal operators -> positions of the inputs that are lengths, with the smallest value of each."""
 LARGEST_TRANSFORM = 2**20
 MOST_TRANSFORM_FLOPS = 2**32
-"""FLOPs of one node's Fourier transforms for one sample: ONNX Runtime takes some ten seconds for them on one core."""
+"""Most FLOPs of a node's Fourier transforms for one sample; ONNX Runtime takes some ten seconds for them on a core."""
 
 SIZING = names(
     """
@@ -38,12 +38,13 @@ SIZING = names(
     Pad Range Reshape Resize STFT Split SplitToSequence Tile TopK Trilu
     """
 )
-"""Operators for which a number among their inputs is a size."""
+"""Operators with an input that is a size."""
 
 
 def check_numbers(node: NodeProto, values: Values) -> None:
-    """Raise SkeletonError for a node with numbers that no layer needs, or that would make its runtime fail."""
-    if node.op_type != "Constant":  # its numbers are data
+    """Raise SkeletonError for a node with numbers that no layer needs, or that would crash the runtime."""
+    # The numbers of a constant are data.
+    if node.op_type != "Constant":
         for each in node.attribute:
             if any(abs(number) > LARGEST_ATTRIBUTE for number in (each.i, *each.ints)):
                 raise SkeletonError(f"{named(node)}: {each.name[:80]} is beyond {LARGEST_ATTRIBUTE}")
@@ -61,13 +62,13 @@ def check_numbers(node: NodeProto, values: Values) -> None:
         data = values.data.get(name, np.zeros(0))
         resized = node.op_type in ("Range", "Resize") and data.dtype.kind == "f"
         if resized and not (np.isfinite(data).all() and (np.abs(data) <= LARGEST_SIZE).all()):
-            raise SkeletonError(f"{named(node)}: its sizes are no finite numbers")
+            raise SkeletonError(f"{named(node)}: its sizes are not finite numbers")
         if data.dtype.kind in "iu" and any(abs(int(number)) > LARGEST_SIZE for number in data.flat):
             raise SkeletonError(f"{named(node)}: a size is beyond {LARGEST_SIZE}")
 
 
 def _check_divisor(node: NodeProto, values: Values) -> None:
-    """Raise SkeletonError for whole numbers divided by 0 or -1: the processor's trap for it ends the process."""
+    """Raise SkeletonError for integers divided by 0 or -1, which ends the process by a trap of the processor."""
     if any(name not in values.types for name in node.input[:2]):
         return
     if values.kind(node.input[0]) in FLOATS:
@@ -76,13 +77,13 @@ def _check_divisor(node: NodeProto, values: Values) -> None:
     varies = node.input[1] in values.varies
     if divisor is None or varies or np.isin(divisor, (0, -1)).any():
         raise SkeletonError(
-            f"{named(node)}: whole numbers are divided by what may be 0 or -1; divide by a constant that is "
-            f"neither, or floats"
+            f"{named(node)}: integers are divided by a value that may be 0 or -1; divide by a "
+            "constant other than these, or divide floats"
         )
 
 
 def _check_transform(node: NodeProto, values: Values) -> None:
-    """Raise SkeletonError unless the lengths of a transform are constants that it can work with."""
+    """Raise SkeletonError if the lengths of a transform are not valid constants."""
     for place, least in TRANSFORMS[node.op_type].items():
         name = node.input[place] if place < len(node.input) else ""
         if not name:
@@ -90,7 +91,7 @@ def _check_transform(node: NodeProto, values: Values) -> None:
         given = values.data.get(name)
         if given is None or given.size != 1 or not least <= float(given.item()) <= LARGEST_TRANSFORM:
             raise SkeletonError(
-                f"{named(node)}: its input {place} is to be one constant from {least} to {LARGEST_TRANSFORM}"
+                f"{named(node)}: its input {place} must be one constant from {least} to {LARGEST_TRANSFORM}"
             )
 
     if node.op_type == "MelWeightMatrix":
@@ -107,22 +108,22 @@ def _check_transform(node: NodeProto, values: Values) -> None:
 
 
 def _check_mel(node: NodeProto, values: Values) -> None:
-    """Raise SkeletonError unless the bands lie within the spectrum: some runtimes write beyond it."""
+    """Raise SkeletonError if the bands exceed the spectrum, because some runtimes write beyond it."""
     given = [values.data.get(name) for name in node.input]
     if len(given) != 5 or any(each is None or each.size != 1 for each in given):
-        raise SkeletonError(f"{named(node)}: its inputs are to be five constants")
+        raise SkeletonError(f"{named(node)}: its inputs must be five constants")
     _, length, rate, lowest, highest = (float(each.item()) for each in given if each is not None)
-    # Frequencies go to mel and back in single precision, which may raise them by a millionth.
+    # Conversion to mel and back in single precision may raise frequencies by a millionth.
     last = (length + 1) * highest * (1 + 1e-6) / rate
     if not (0 <= lowest <= highest and last < length // 2 + 1):
         raise SkeletonError(
             f"{named(node)}: bands from {lowest:g} to {highest:g} Hz do not lie within the spectrum of "
-            f"{length:g} values at {rate:g} Hz; let them end at half the rate, of an even length"
+            f"{length:g} values at {rate:g} Hz; end them at half the rate, of an even length"
         )
 
 
 def _transforms(node: NodeProto, values: Values) -> tuple[int, int]:
-    """Return the length of the transforms that a node makes, and how many there are. Raises SkeletonError."""
+    """Return the length and the number of a node's transforms. Raises SkeletonError."""
     shape = _shape_of(node, values, 0)
     length = _constant_of(node, values, 3 if node.op_type == "STFT" else 1)
     if node.op_type == "STFT":
@@ -131,17 +132,17 @@ def _transforms(node: NodeProto, values: Values) -> tuple[int, int]:
             length = window[0]
         step = _constant_of(node, values, 1)
         if length is None or step is None or len(shape) < 2 or not 1 <= length <= shape[1]:
-            raise SkeletonError(f"{named(node)}: its frames are to have one constant length, of the signal's most")
+            raise SkeletonError(f"{named(node)}: its frames must have one constant length, at most the signal's")
         if window not in ([], [length]):
-            raise SkeletonError(f"{named(node)}: its window is of the shape {window}, its frames of {length}")
+            raise SkeletonError(f"{named(node)}: its window has the shape {window}, its frames have {length} values")
         return length, shape[0] * (1 + (shape[1] - length) // step)
     if shape[-1:] not in ([1], [2]):
-        raise SkeletonError(f"{named(node)}: the last axis of {shape} is to be 1, of real values, or 2")
+        raise SkeletonError(f"{named(node)}: the last axis of {shape} must be 1, for real values, or 2")
     attributes = {each.name: each.i for each in node.attribute}
     # Up to version 19 the axis is an attribute, from 20 an input.
     axis = attributes.get("axis", 1) if values.opset < 20 else _constant_of(node, values, 2, -2)
     if axis is None or not -len(shape) <= axis < len(shape) - 1 or axis == -1:
-        raise SkeletonError(f"{named(node)}: its axis is to be a constant, one of {shape} but for the last")
+        raise SkeletonError(f"{named(node)}: its axis must be a constant, one of {shape} except the last")
     along = shape[axis]
     if attributes.get("inverse") and attributes.get("onesided"):
         along = 2 * (along - 1)
@@ -152,14 +153,12 @@ def _transforms(node: NodeProto, values: Values) -> tuple[int, int]:
 
 
 def _check_resize(node: NodeProto, values: Values) -> None:
-    """Raise SkeletonError for a resize that no runtime does, or whose sizes do not grow with its input's."""
+    """Raise SkeletonError for a resize that runtimes do not support, or with sizes that are not constant."""
     given = attributes(node)
     mode = given.get("mode", b"nearest")
     kinds = {values.types[name].tensor_type.elem_type for name in node.input[:1] if name in values.types}
     if mode == b"cubic" and not kinds <= FLOATS:
-        raise SkeletonError(
-            f"{named(node)}: a cubic resize takes no whole numbers; cast to float first, or resize linearly"
-        )
+        raise SkeletonError(f"{named(node)}: a cubic resize takes no integers; cast to float first, or resize linearly")
     if given.get("keep_aspect_ratio_policy", b"stretch") != b"stretch":
         raise SkeletonError(f"{named(node)}: keeps an aspect ratio; name the sizes")
     if given.get("coordinate_transformation_mode", b"") == b"tf_crop_and_resize":
@@ -167,19 +166,19 @@ def _check_resize(node: NodeProto, values: Values) -> None:
     for name in filter(None, node.input[2:]):
         sizes = values.data.get(name)
         if sizes is None:
-            raise SkeletonError(f"{named(node)}: its sizes are not known before it runs; let them be constants")
+            raise SkeletonError(f"{named(node)}: its sizes are not known before it runs; make them constants")
         if not np.greater(sizes, 0).all():
             raise SkeletonError(f"{named(node)}: a size or scale is not above 0")
 
 
 def _shape_of(node: NodeProto, values: Values, place: int) -> list[int]:
-    """Return the shape of an input, [] without one that is known."""
+    """Return the shape of an input, [] if unknown."""
     name = node.input[place] if place < len(node.input) else ""
     return values.shape(name) if name in values.types else []
 
 
 def _constant_of(node: NodeProto, values: Values, place: int, usual: int | None = None) -> int | None:
-    """Return the whole number that an input is, None where it is not known; ``usual`` without one."""
+    """Return the integer constant of an input, None if unknown; ``usual`` for a missing input."""
     name = node.input[place] if place < len(node.input) else ""
     if not name:
         return usual
@@ -188,14 +187,15 @@ def _constant_of(node: NodeProto, values: Values, place: int, usual: int | None 
 
 
 def bytes_beside(node: NodeProto, values: Values) -> int:
-    """Return the bytes that an operator takes beside its inputs and results, as measured of ONNX Runtime."""
+    """Return the bytes that an operator takes besides inputs and results, as measured with ONNX Runtime."""
     given = attributes(node)
     if node.op_type == "ConvTranspose":
-        # It unfolds its input.
-        taken, kernel = values.shape(node.input[0]), values.shape(node.input[1])
+        # The input is unfolded.
+        taken = values.shape(node.input[0])
+        kernel = values.shape(node.input[1])
         return 4 * math.prod(kernel[1:]) * math.prod(taken[2:])
     if node.op_type == "Conv":
-        # ONNX Runtime brings images into a form of its own, of CHANNELS at a time; it reads fewer as they are.
+        # ONNX Runtime converts images to blocks of CHANNELS; images with fewer channels are read directly.
         images = [node.output[0]]
         if values.shape(node.input[0])[1] >= CHANNELS:
             images.append(node.input[0])
@@ -203,7 +203,7 @@ def bytes_beside(node: NodeProto, values: Values) -> int:
     if node.op_type == "MatMul":
         return MATRIX * math.prod(values.shape(node.output[0])[:-2])
     if node.op_type in ("Softmax", "LogSoftmax"):
-        # Along another axis than the last it turns a copy, and turns the result back.
+        # For another axis than the last, a copy is transposed, and the result is transposed back.
         shape = values.shape(node.output[0])
         last = math.prod(shape[int(given.get("axis", -1)) % max(1, len(shape)) + 1 :]) == 1
         return 0 if last else 2 * values.sizes[node.output[0]]
@@ -213,13 +213,14 @@ def bytes_beside(node: NodeProto, values: Values) -> int:
         length, _ = _transforms(node, values)
         return 16 * length if _is_power(length) else 160 * _turned_length(length)
     if node.op_type == "Resize" and node.output[0]:
-        how = given.get("mode", b"nearest") == b"cubic", bool(given.get("antialias"))
-        return _resized(values.shape(node.input[0]), values.shape(node.output[0]), *how)
+        cubic = given.get("mode", b"nearest") == b"cubic"
+        antialias = bool(given.get("antialias"))
+        return _resized(values.shape(node.input[0]), values.shape(node.output[0]), cubic, antialias)
     return 0
 
 
 def _in_channels(name: str, values: Values) -> int:
-    """Return the bytes of images in ONNX Runtime's own form; 0 of others than [N, C, H, W]."""
+    """Return the bytes of [N, C, H, W] images in blocks of channels, 0 for other shapes."""
     shape = values.shape(name)
     if len(shape) != 4 or not shape[1]:
         return 0
@@ -231,12 +232,12 @@ def _is_power(length: int) -> bool:
 
 
 def _turned_length(length: int) -> int:
-    """Return the power of two in which a transform of another length is made."""
+    """Return the power of two for computing a transform of another length."""
     return 1 << (2 * length - 1).bit_length()
 
 
 def _transform_flops(length: int) -> int:
-    """Return the FLOPs of one complex transform: 5 n log n of a power of two, three of a larger one of any other."""
+    """Return the FLOPs of one complex transform: 5 n log n for a power of two, otherwise three larger ones."""
     if _is_power(length):
         return 5 * length * length.bit_length()
     larger = _turned_length(length)
@@ -244,13 +245,13 @@ def _transform_flops(length: int) -> int:
 
 
 def _resized(taken: list[int], made: list[int], cubic: bool, antialias: bool) -> int:
-    """Return the bytes that a resize takes beside both: a table for each axis, and what is resized along some axes."""
+    """Return the bytes that a resize takes besides input and result: a table per axis, and intermediate values."""
     tables = 128 * sum(one + other for one, other in zip(taken, made, strict=True) if one != other)
     if antialias:
-        # The last axis comes first.
+        # The last axis is resized first.
         parts = (math.prod(taken[:axis]) * math.prod(made[axis:]) for axis in range(1, len(taken)))
         return tables + 4 * max(parts, default=0)
     if cubic and len(taken) > 1:
-        # The rows that are read, each resized, of one channel at a time.
+        # Each row that is read is resized, for one channel at a time.
         return tables + 48 * min(taken[-2], 4 * made[-2]) * made[-1]
     return tables

@@ -1,14 +1,14 @@
-"""A model's graphs made into those of a mixture of such models (``sparrow.protocol.mixture``).
+"""The graphs of a mixture, from those of one model (``sparrow.protocol.mixture``).
 
-The nodes of the forward pass, and of a training step's backward pass, stand once for each component. Between them
+The nodes of the forward pass, and of a training step's backward pass, are repeated for each component. Added are
 
     output             ln Σ_m π_m softmax(z_m), of the components' outputs z_m
     loss               the task's own, of this output
     responsibilities   [N, M]: r_m = π_m p_m(y) / Σ_m' π_m' p_m'(y), by which each sample's error in component m is
                        multiplied
 
-are added, so that a step has the gradients of EM's M-step. Where the loss is cross-entropy, these are the gradients of
-the mixture's own loss. Numbers that a model draws, for dropout, are drawn once for all components.
+so that a step has the gradients of EM's M-step; for a cross-entropy loss, these are the gradients of the mixture's own
+loss. All components share a model's random numbers.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from .graph import again
 from .skeleton import OUTPUT, check_structure, parse
 
 RESPONSIBILITIES = "responsibilities"
-LOSS, ERROR, TARGET = "loss", "error", "target"
+LOSS = "loss"
+ERROR = "error"
+TARGET = "target"
 _OF_TENSORS = ("grad:", "new:")
 
 MIXED: tuple[GraphName, ...] = ("skeleton", "step", "evaluation")
-"""Graphs of which a mixture has its own."""
+"""Graphs that a mixture replaces."""
 
 Rename = Callable[[str], str]
 Named = TypeVar("Named", ValueInfoProto, TensorProto)
 
 
 def mix(graph: bytes, manifest: Manifest, components: int) -> bytes:
-    """Return the graph of a mixture, of that of one model: its skeleton, its evaluation or its training step.
+    """Return a mixture's skeleton, evaluation or training step from that of one model.
 
-    manifest: the one model's. Raises SkeletonError for what is no plain graph, and for a step whose targets are not
-    classes.
+    manifest: the one model's. Raises SkeletonError for an invalid graph, and for a step whose targets are not classes.
     """
     check_fields(graph)
     model = parse(graph)
@@ -54,13 +55,15 @@ def mix(graph: bytes, manifest: Manifest, components: int) -> bytes:
 
 
 def mix_all(graphs: Mapping[GraphName, bytes], manifest: Manifest, components: int) -> dict[GraphName, bytes]:
-    """Return the graphs of a mixture, of those of one model that it has its own of. Raises as ``mix``."""
+    """Return the mixture's version of the graphs in ``MIXED``. Raises as ``mix``."""
     return {name: mix(graphs[name], manifest, components) for name in MIXED if name in graphs}
 
 
 class _Mixing:
     def __init__(self, model: ModelProto, manifest: Manifest, components: int) -> None:
-        self._model, self._graph, self._components = model, model.graph, range(components)
+        self._model = model
+        self._graph = model.graph
+        self._components = range(components)
         (self._classes,) = manifest.output_shape
         self._names = [names_in(each, manifest) for each in self._components]
         self._tensors = self._names[0].keys()
@@ -71,7 +74,6 @@ class _Mixing:
         self._add = Building("mixture.")
 
     def mixed(self) -> bytes:
-        """Return the mixture's graph."""
         part = loss_part(self._graph, self._ends) if self._ends else []
         backward = _behind(self._graph, ERROR, part) if ERROR in self._ends else []
         late = {name for node in backward for name in node.output}
@@ -88,7 +90,7 @@ class _Mixing:
         return bytes(self._model.SerializeToString(deterministic=True))
 
     def _of(self, component: int) -> Rename:
-        """Return what a component's values are called."""
+        """Return the renaming of a component's values."""
         names = self._names[component]
         named = {kind + name: kind + new for kind in ("", *_OF_TENSORS) for name, new in names.items()}
 
@@ -100,13 +102,14 @@ class _Mixing:
         return rename
 
     def _weighed(self, component: int) -> Rename:
-        """Return what a component's values are called, the error being the weighed one."""
+        """Return the renaming of a component's values with its weighted error."""
         rename = self._of(component)
         return lambda name: _error(component) if name == ERROR else rename(name)
 
     def _of_mixture(self, part: Iterable[NodeProto]) -> Rename:
-        """Return what the values of the loss of the mixture's output are called; others are the first component's."""
-        made, first = {name for node in part for name in node.output}, self._of(0)
+        """Return the renaming for the mixture's loss; other values are those of the first component."""
+        made = {name for node in part for name in node.output}
+        first = self._of(0)
 
         def rename(name: str) -> str:
             if name in self._ends or name == OUTPUT:
@@ -116,7 +119,7 @@ class _Mixing:
         return rename
 
     def _output(self) -> list[str]:
-        """Add the mixture's output; return ln π_m softmax(z_m) [N, C] of every component."""
+        """Add the mixture's output; return ln π_m softmax(z_m) [N, C] of each component."""
         add = self._add.add
         smallest = self._add.constant(np.array(SMALLEST_WEIGHT, np.float32))
         logs = add("Log", add("Max", WEIGHTS, smallest))
@@ -139,13 +142,14 @@ class _Mixing:
         return terms
 
     def _weigh(self, terms: Iterable[str]) -> None:
-        """Add the responsibilities, and each component's error times its own."""
-        add, whole = self._add.add, self._add.whole
+        """Add the responsibilities, and each component's error multiplied by them."""
+        add = self._add.add
+        whole = self._add.whole
         target = next((each for each in self._graph.input if each.name == TARGET), None)
         kind = target.type.tensor_type if target is not None else None
         if kind is None or len(kind.shape.dim) != 1 or kind.elem_type not in (TensorProto.INT64, TensorProto.INT32):
             raise SkeletonError(
-                "the step's targets are not classes, one for each sample; a mixture is of classifiers: choose another "
+                "the step's targets are not classes, one per sample; a mixture needs a classifier: choose another "
                 "method for this task"
             )
         classes = add("Cast", TARGET, to=TensorProto.INT64)
@@ -158,8 +162,9 @@ class _Mixing:
             add("Mul", self._of(each)(ERROR), share, output=_error(each))
 
     def _write(self, nodes: list[NodeProto]) -> None:
-        """Put the mixture's graph into the model."""
-        old, new = self._graph, GraphProto(name=self._graph.name)
+        """Write the mixture's graph into the model."""
+        old = self._graph
+        new = GraphProto(name=self._graph.name)
         new.node.extend(nodes)
         shared = [each for each in old.input if each.name in self._given]
         own = [each for each in old.input if each.name not in self._given]
@@ -182,19 +187,21 @@ class _Mixing:
         old.CopyFrom(new)
 
     def _once(self, tensors: Sequence[Named]) -> list[Named]:
-        """Return a model's tensors as all components have them; what they share, once."""
+        """Return the tensors of all components, shared ones once."""
         found = {each.name: each for component in self._components for each in _renamed(tensors, self._of(component))}
         return list(found.values())
 
 
 def _error(component: int) -> str:
-    """Return what a component's error times its responsibilities is called."""
+    """Return the name of a component's weighted error."""
     return f"mixture.error.{component}"
 
 
 def _behind(graph: GraphProto, name: str, but: Iterable[NodeProto]) -> list[NodeProto]:
-    """Return the nodes that follow from a value, in their order, but for some."""
-    left_out, reached, behind = {made for node in but for made in node.output}, {name}, []
+    """Return the nodes after a value, in order, except ``but``."""
+    left_out = {made for node in but for made in node.output}
+    reached = {name}
+    behind = []
     for node in graph.node:
         if left_out.isdisjoint(node.output) and reached.intersection(node.input):
             reached.update(node.output)

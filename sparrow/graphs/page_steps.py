@@ -1,4 +1,4 @@
-"""The training step as pages run it, made of a published one in a process of its own (``sparrow.limited``)."""
+"""The training step for pages, made from the published one in a separate process (``sparrow.limited``)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..protocol.masks import FULL_RATIO, NeuronDraw, draw_neurons
 
 
 def request_of(step: bytes, manifest: Manifest, ratio: float) -> bytes:
-    """Return the request of a manifest's step for masks of this active ratio, in (0, 1]."""
+    """Return the request for a step with masks of this active ratio, in (0, 1]."""
     parts = {"step": step, "manifest": manifest.text.encode()}
     return checkpoint.save({name: np.frombuffer(part, np.uint8) for name, part in parts.items()}, repr(ratio))
 
 
 def answer(request: bytes) -> bytes:
-    """Return the step, faster, and with errors for as many neurons as such a mask has."""
-    # onnx, which the coordinator that makes the request does not load
+    """Return the optimised step, with errors for as many neurons as such a mask has."""
+    # Imported here, because the coordinator, which makes the request, does not load onnx.
     from .steps import step_of_neurons
 
     parts, ratio = checkpoint.load(request)

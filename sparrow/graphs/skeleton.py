@@ -1,9 +1,8 @@
-"""Fill a federation's ONNX skeleton with a personal model's weights.
+"""Check a federation's ONNX skeleton, and fill it with a personal model's weights.
 
-A skeleton is an ONNX model whose initialisers named in the manifest have type and shape but no data (see
-``edge_sdk.publishing.skeleton``, which makes it). It comes over the network, so it is checked as hostile input before
-it is used: it may not reach for other files, bring operators of its own, hide graphs within graphs, or describe
-another model than the manifest.
+A skeleton is an ONNX model whose initialisers in the manifest have type and shape but no data
+(``edge_sdk.publishing.skeleton`` makes it). It comes over the network, so it is checked as hostile input: it must not
+reference other files, define operators or subgraphs, or differ from the manifest's model.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from .graph import check_valid
 from .values import named
 
 MAX_MODEL = 2**31 - 1
-"""Largest ONNX file without external data, in bytes: protobuf's limit."""
+"""Largest ONNX file without external data, in bytes, by protobuf's limit."""
 
 OPSETS = range(17, 24)
-"""Versions of the standard operators that ONNX Runtime 1.19 and later run, and that know LayerNormalization."""
+"""Versions of the standard operators that ONNX Runtime 1.19 and later run, and that have LayerNormalization."""
 
-INPUT, OUTPUT = "input", "output"
+INPUT = "input"
+OUTPUT = "output"
 
 _ONNX_DOMAINS = ("", "ai.onnx")
 _INPUT_TYPES = (TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32)
@@ -48,10 +48,9 @@ _ATTRIBUTES = {
 
 
 def check_skeleton(data: bytes, manifest: Manifest) -> ModelProto:
-    """Return the parsed skeleton: checked for size, digest, structure, interface, initialisers, operators, and what its
-    values take (``bounds``), in this order.
+    """Return the parsed skeleton, whose initialisers have no data, after all checks.
 
-    The answer's initialisers are still without data. Raises SkeletonError, saying what was met and what to do.
+    Raises SkeletonError, naming the fault and the remedy.
     """
     if len(data) > MAX_GRAPH:
         raise SkeletonError(f"the skeleton has {len(data)} bytes, at most {MAX_GRAPH} are accepted; leave weights out")
@@ -75,9 +74,9 @@ def check_skeleton(data: bytes, manifest: Manifest) -> ModelProto:
 def fill(skeleton: bytes, manifest: Manifest, tensors: Tensors, *, metadata: Mapping[str, str] | None = None) -> bytes:
     """Return a complete ONNX model: the skeleton with ``tensors`` as its weights.
 
-    tensors: name -> array of the manifest's shape and type, for every tensor but dropped ones; others
-    (``num_batches_tracked`` of a state dict) are left aside. metadata: written as the model's properties. The same
-    input gives the same bytes. Raises SkeletonError for the skeleton, ExportError, naming the tensor, for the rest.
+    tensors: name -> array for every tensor that the manifest does not drop; others are ignored. metadata: the model's
+    properties. The result is deterministic. Raises SkeletonError for the skeleton, ExportError, naming the tensor,
+    otherwise.
     """
     model = check_skeleton(skeleton, manifest)
     for spec in manifest.whole:
@@ -99,20 +98,21 @@ def fill(skeleton: bytes, manifest: Manifest, tensors: Tensors, *, metadata: Map
 
 
 def parse(data: bytes) -> ModelProto:
-    """Return the parsed file, whose fields were counted before. Raises SkeletonError."""
+    """Return the parsed file, after ``check_fields``. Raises SkeletonError."""
     model = ModelProto()
     try:
         model.ParseFromString(data)
-    except Exception as error:  # protobuf's DecodeError, whose module the protobuf in use decides
+    # The module of protobuf's DecodeError depends on the installed protobuf.
+    except Exception as error:
         raise SkeletonError(f"the graph is not an ONNX file: {error}; send the whole file") from None
     model.DiscardUnknownFields()
     if not model.HasField("graph"):
-        raise SkeletonError("the graph holds no graph; make it with sparrow publish")
+        raise SkeletonError("the file has no graph; make it with sparrow publish")
     return model
 
 
 def check_structure(model: ModelProto) -> None:
-    """Raise SkeletonError for anything but one plain graph of standard operators."""
+    """Raise SkeletonError if the model is not one plain graph of standard operators."""
     domains = [opset.domain for opset in model.opset_import]
     foreign = [domain for domain in domains if domain not in _ONNX_DOMAINS]
     if foreign:
@@ -125,7 +125,7 @@ def check_structure(model: ModelProto) -> None:
     if model.functions:
         raise SkeletonError("the graph brings functions of its own; export it with them inlined")
     if model.training_info or model.graph.sparse_initializer or model.graph.quantization_annotation:
-        raise SkeletonError("the graph holds training, sparse or quantisation data; export the forward pass alone")
+        raise SkeletonError("the graph holds training, sparse or quantisation data; export only the forward pass")
 
 
 def _check_interface(graph: GraphProto, manifest: Manifest) -> None:
@@ -154,27 +154,28 @@ def _check_initializers(graph: GraphProto, manifest: Manifest) -> None:
     for tensor in graph.initializer:
         refuse_external(tensor)
         if tensor.name in found:
-            raise SkeletonError(f"the initialiser {tensor.name[:200]!r} stands twice in the skeleton")
+            raise SkeletonError(f"the initialiser {tensor.name[:200]!r} occurs twice in the skeleton")
         found[tensor.name] = tensor
     for spec in manifest.whole:
         if spec.name not in found:
             raise SkeletonError(f"{spec.name}: the skeleton has no such initialiser; export it unoptimised")
         tensor = found.pop(spec.name)
-        shape, dtype = tuple(tensor.dims), onnx.helper.np_dtype_to_tensor_dtype(np.dtype(spec.dtype))
+        shape = tuple(tensor.dims)
+        dtype = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(spec.dtype))
         if shape != spec.shape or tensor.data_type != dtype:
             raise SkeletonError(
                 f"{spec.name}: the skeleton has shape {shape} of ONNX type {tensor.data_type}, "
                 f"the manifest says {spec.shape} of type {dtype}; publish both from the same model"
             )
         if has_data(tensor):
-            raise SkeletonError(f"{spec.name}: the skeleton holds its values; take them out, weights travel apart")
+            raise SkeletonError(f"{spec.name}: the skeleton holds its values; remove them, weights travel separately")
     for name, tensor in found.items():
         if not has_data(tensor):
-            raise SkeletonError(f"the skeleton wants values for {name[:200]!r}, which the manifest does not know")
+            raise SkeletonError(f"the skeleton needs values for {name[:200]!r}, which the manifest does not have")
 
 
 def refuse_external(tensor: TensorProto) -> None:
-    """Raise SkeletonError for a tensor whose data lie in another file."""
+    """Raise SkeletonError for a tensor with data in another file."""
     if tensor.external_data or tensor.data_location != TensorProto.DEFAULT:
         raise SkeletonError(f"{tensor.name[:200]!r} refers to a file outside the skeleton; embed the data")
 
@@ -192,7 +193,7 @@ def check_node(node: onnx.NodeProto) -> None:
 
 
 def _check_graph(model: ModelProto, manifest: Manifest) -> None:
-    """Run ONNX's own check, with shapes inferred. Initialisers without data would fail it: here they are inputs."""
+    """Run ONNX's own check with shape inference; initialisers without data become inputs, or they would fail it."""
     open_model = deepcopy(model)
     graph = open_model.graph
     kept = {spec.name for spec in manifest.whole}

@@ -1,15 +1,15 @@
-"""Passes over a training step's graph that make it fast: each leaves what is computed as it is.
+"""Passes that make a training step's graph faster without changing its results.
 
-A step is published as autograd and the exporter write it. The engine that runs it knows how wide the network is, and
-which kernels of the runtime are slow:
+A step is published as autograd and the exporter write it; the engine knows the active neurons and the runtime's slow
+kernels:
 
-    pool_by_tiles       maxima of windows that do not overlap are compared place by place, all channels at once, where
-                        the runtime goes window by window; of equal ones the first, as in PyTorch
-    join_channels       the error of a convolution's weight is one product, not one for each channel of its input
-    train_parts         the errors of weights are those of active rows and columns alone, which are inputs
-    multiply_turned     products take transposed matrices as they lie
+    pool_by_tiles       compares maxima of windows that do not overlap place by place, for all channels at once; of
+                        equal values the first is the maximum, as in PyTorch
+    join_channels       computes the error of a convolution's weight by one product instead of one per input channel
+    train_parts         computes errors of weights for active rows and columns only, which are inputs
+    multiply_turned     merges transposes into products
 
-The runtime itself joins transposes, computes once what stands twice, and computes constants when it loads a graph.
+The runtime itself joins transposes, merges equal nodes, and folds constants when it loads a graph.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from .graph import again, attribute
 
 TURNED = [1, 0]
 LARGEST_TILE = 9
-"""Places of a window up to which comparing them one by one is faster."""
+"""Largest number of places in a window for which comparing them one by one is faster."""
 
 
 Parts = Mapping[str, tuple[int | None, int | None]]
-"""Weight -> how many of its rows and of its columns are active; None: all."""
+"""Weight -> number of its active rows and columns; None for all."""
 
 
 def step_of_neurons(step: bytes, manifest: Manifest, mask: NeuronMask | None) -> bytes:
-    """Return a step's graph, faster, that trains as many neurons as are active in ``mask``; None: all. Which they are
-    it reads: int64 inputs ``rows:NAME`` and ``columns:NAME``."""
+    """Return a step, optimised for as many neurons as are active in ``mask``.
+
+    Their indices are int64 inputs ``rows:NAME`` and ``columns:NAME``.
+    """
     trained = {spec.name: neuron_block(manifest, spec, mask) for spec in manifest.tensors if spec.trainable}
     frozen = {name: each for name, each in trained.items() if each.rows is not None or each.columns is not None}
     parts, _, lowest = products_of(manifest, frozen)
@@ -49,9 +51,12 @@ def step_of_neurons(step: bytes, manifest: Manifest, mask: NeuronMask | None) ->
 def products_of(
     manifest: Manifest, blocks: Mapping[str, Block]
 ) -> tuple[Parts, dict[str, NDArray[np.int64]], list[str]]:
-    """Return what ``optimise`` takes: how many rows and columns of weights are active, which, and of which layers the
-    errors are of use for these alone. blocks: what is trained of parameters that are not trained whole, by name."""
-    parts, index = {}, {}
+    """Return arguments for ``optimise``: active rows and columns by number, their indices, and ``lowest``.
+
+    blocks: trained blocks of parameters that are frozen in part, by name.
+    """
+    parts = {}
+    index = {}
     for spec in manifest.tensors:
         if spec.name not in blocks or len(spec.shape) < 2:
             continue
@@ -64,16 +69,17 @@ def products_of(
 
 
 def _axes(spec: TensorSpec, block: Block) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-    """Return the active places of a weight's first two axes; None: all."""
+    """Return the active places of a weight's first two axes; None for all."""
     rows, columns = (None if each is None else np.array(each, np.int64) for each in (block.rows, block.columns))
-    if columns is not None and block.view[1] != spec.shape[1]:  # neurons that own several columns each
+    # A neuron may own several columns.
+    if columns is not None and block.view[1] != spec.shape[1]:
         share = spec.shape[1] // block.view[1]
         columns = (columns[:, None] * share + np.arange(share)).reshape(-1)
     return rows, columns
 
 
 def _lowest(manifest: Manifest) -> list[str]:
-    """Return the weights of layers whose errors nothing but active neurons can use (``Layer.input_error``)."""
+    """Return the weights of layers whose errors only active neurons use (``Layer.input_error``)."""
     groups = set()
     specs = {spec.name: spec for spec in manifest.tensors}
     for layer in manifest.layers:
@@ -87,9 +93,9 @@ def _lowest(manifest: Manifest) -> list[str]:
 
 
 def optimise(model: bytes, parts: Parts | None = None, lowest: Collection[str] = ()) -> bytes:
-    """Return a step's graph, faster; with ``parts`` the step of a network most of whose weights are frozen.
+    """Return the optimised graph of a step; ``parts`` restricts its weights.
 
-    lowest: weights of layers whose errors are of use for active rows alone (``Layer.input_error`` of those above).
+    lowest: weights of layers whose errors are used only for active rows.
     """
     proto = onnx.load_from_string(model)
     for unread in [each for each in proto.graph.output if each.name == "error"]:
@@ -101,14 +107,16 @@ def optimise(model: bytes, parts: Parts | None = None, lowest: Collection[str] =
     join_channels(editor)
     multiply_turned(editor)
     editor.remove_unread()
-    del proto.graph.value_info[:]  # of some values that are of active neurons alone now
+    # Some descriptions are outdated, because values have only active neurons now.
+    del proto.graph.value_info[:]
     return bytes(proto.SerializeToString(deterministic=True))
 
 
 def pool_by_tiles(editor: Editor) -> None:
-    """Take maxima of windows that cover an image place by place, and put errors back likewise."""
+    """Compute maxima of windows that tile an image place by place, and their errors too."""
     for pool in editor.of_type("MaxPool"):
-        kernel, shape = attribute(pool, "kernel_shape", []), editor.shape(pool.input[0])
+        kernel = attribute(pool, "kernel_shape", [])
+        shape = editor.shape(pool.input[0])
         backs = [
             node for node in editor.of_type("MaxUnpool") if len(pool.output) > 1 and node.input[1] == pool.output[1]
         ]
@@ -122,7 +130,8 @@ def pool_by_tiles(editor: Editor) -> None:
             and all(size is not None and size % width == 0 for size, width in zip(shape[2:], kernel, strict=True))
         )
         if len(pool.output) > 1 and not editor.readers(pool.output[1]):
-            del pool.output[1]  # the runtime is faster where nobody asks where maxima lay
+            # The runtime is faster if no node reads the places of maxima.
+            del pool.output[1]
         if not tiles or not backs or len(backs) != len(editor.readers(pool.output[1])):
             continue
         assert shape is not None
@@ -137,8 +146,10 @@ def pool_by_tiles(editor: Editor) -> None:
 
 
 def _corners(editor: Editor, add: Builder, x: str, kernel: Sequence[int], shape: Any) -> Iterator[str]:
-    """Yield the places of all windows, one value after the other in row order: [N, H/k, W/k, C] each."""
-    (high, wide), (height, width) = kernel, (shape[2] // kernel[0], shape[3] // kernel[1])
+    """Yield one place of all windows after another, in row order: [N, H/k, W/k, C] each."""
+    high, wide = kernel
+    height = shape[2] // high
+    width = shape[3] // wide
     rows = add.Reshape(add.Transpose(x, perm=[0, 2, 3, 1]), editor.integers([0, height, high, -1]))
     for row in range(high):
         line = add.Slice(rows, *map(editor.integers, ([row], [row + 1], [2]))) if high > 1 else rows
@@ -151,10 +162,13 @@ def _corners(editor: Editor, add: Builder, x: str, kernel: Sequence[int], shape:
 def _put_back(
     editor: Editor, add: Builder, error: str, corners: Sequence[str], highest: str, kernel: Sequence[int], shape: Any
 ) -> str:
-    """Return the error [N, C, H, W] where the highest value of each window lay; of equal ones the first."""
-    (high, wide), (height, width) = kernel, shape[2:]
-    error, zero = add.Transpose(error, perm=[0, 2, 3, 1]), editor.keep(np.array(0, np.float32))
-    taken, parts = "", []
+    """Return the error [N, C, H, W] at the first maximum of each window."""
+    high, wide = kernel
+    height, width = shape[2:]
+    error = add.Transpose(error, perm=[0, 2, 3, 1])
+    zero = editor.keep(np.array(0, np.float32))
+    taken = ""
+    parts = []
     for corner in corners[:-1]:
         here = add.Equal(corner, highest)
         parts.append(add.Where(add.And(here, add.Not(taken)) if taken else here, error, zero))
@@ -168,9 +182,9 @@ def _put_back(
 
 
 def train_parts(editor: Editor, parts: Parts) -> None:
-    """Compute of some weights' errors the active rows and columns alone: int64 inputs ``rows:NAME``, ``columns:NAME``.
+    """Compute some weights' errors only for the int64 inputs ``rows:NAME`` and ``columns:NAME``.
 
-    Those whose error is not one product of what lies before and behind the layer stay whole.
+    Errors that are not one product of the layer's error and input stay whole.
     """
     outputs = {output.name: output for output in editor.graph.output}
     for name, counts in parts.items():
@@ -197,8 +211,7 @@ def train_parts(editor: Editor, parts: Parts) -> None:
 
 
 def _alone(editor: Editor, product: onnx.NodeProto, reader: onnx.NodeProto) -> onnx.NodeProto:
-    """Return a node that ``product`` reads, or is, as one that nothing else reads: layers beside each other have the
-    same input."""
+    """Return ``reader`` as a node that only ``product`` reads; parallel layers share the nodes of their input."""
     value = reader.output[0]
     if reader is product or len(editor.readers(value)) == 1:
         return reader
@@ -212,10 +225,10 @@ def _alone(editor: Editor, product: onnx.NodeProto, reader: onnx.NodeProto) -> o
 
 
 def narrow_errors(editor: Editor, weights: Collection[str]) -> None:
-    """Compute the errors of some layers, of whose active rows alone ``train_parts`` takes them, for these alone.
+    """Restrict the errors of layers to the active rows that ``train_parts`` uses.
 
-    Below them lies nothing that is trained, or nothing but weights between active neurons. Where something else reads
-    a layer's errors, but for its bias, they stay whole. The error of the bias is then one of active rows, too.
+    Nothing below these layers trains, except weights between active neurons. Errors with readers other than the bias
+    stay whole. The error of the bias is restricted too.
     """
     for name in weights:
         index = f"rows:{name}"
@@ -240,15 +253,32 @@ def narrow_errors(editor: Editor, weights: Collection[str]) -> None:
 
 ELEMENTWISE = frozenset(
     [
-        *("Where", "Greater", "Less", "GreaterOrEqual", "LessOrEqual", "Equal", "Not", "And", "Or"),
-        *("Mul", "Add", "Sub", "Div", "Neg", "Exp", "Sigmoid", "Tanh", "Erf"),
+        "Where",
+        "Greater",
+        "Less",
+        "GreaterOrEqual",
+        "LessOrEqual",
+        "Equal",
+        "Not",
+        "And",
+        "Or",
+        "Mul",
+        "Add",
+        "Sub",
+        "Div",
+        "Neg",
+        "Exp",
+        "Sigmoid",
+        "Tanh",
+        "Erf",
     ]
 )
 
 
 def _part(editor: Editor, value: str, index: str, count: int | None) -> str:
-    """Return channels ``index`` of a value [N, C, ...], made of parts of what it is made of, as far as that goes."""
-    node, shape = editor.maker(value), editor.shape(value)
+    """Return channels ``index`` of a value [N, C, ...], computed from parts of its inputs as far as possible."""
+    node = editor.maker(value)
+    shape = editor.shape(value)
     if editor.constant(value) is not None or (shape is not None and len(shape) == 0):
         return value
     made = None if node is None else _parts_read(editor, node, shape, index, count)
@@ -267,7 +297,7 @@ def _part(editor: Editor, value: str, index: str, count: int | None) -> str:
 def _parts_read(
     editor: Editor, node: onnx.NodeProto, shape: Sequence[int | None] | None, index: str, count: int | None
 ) -> list[str] | None:
-    """Return the inputs of which a node makes a part of its value; None if it needs whole ones. shape: the value's."""
+    """Return the inputs for a part of a node's value; None if it needs whole ones. shape: the value's."""
     if node.op_type in ELEMENTWISE and len(node.output) == 1:
         # A value that is broadcast over the channels has no part.
         if shape is None or any(editor.shape(each) not in (shape, ()) for each in node.input):
@@ -288,19 +318,21 @@ def _parts_read(
 
 
 def _is_product(node: onnx.NodeProto, shape: Sequence[int | None] | None) -> bool:
-    """Return whether a node takes an error back through a layer: its second input is the layer's weight."""
+    """Return whether a node propagates an error through a layer; its second input is the layer's weight."""
     if node.op_type == "ConvTranspose":
         return bool(attribute(node, "group", 1) == 1)
     return node.op_type == "MatMul" and len(shape or ()) == 2
 
 
 Read = tuple[onnx.NodeProto, int]
-"""A node, and which of its inputs."""
+"""A node, and the position of one of its inputs."""
 
 
 def _product(editor: Editor, name: str) -> tuple[onnx.NodeProto, Read, Read] | None:
-    """Return the product that a weight's error is, and where it reads the layer's error and its input: [N, C, ...]
-    each, which nothing else there reads. None where it is something else."""
+    """Return the product for a weight's error, and its reads of the layer's error and input, [N, C, ...] each.
+
+    None if the error is computed in another way.
+    """
     node = editor.maker(name)
     if node is not None and node.op_type == "MatMul":
         turned = editor.maker(node.input[0])
@@ -320,24 +352,28 @@ def _product(editor: Editor, name: str) -> tuple[onnx.NodeProto, Read, Read] | N
 def join_channels(editor: Editor) -> None:
     """Compute the error of a convolution's weight by one product.
 
-    Found is ``Conv`` of two values that have channels before samples. The channels of the first then lie beside each
-    other in the last axis, [1, N, ..., W C], and the second steps over them: each place that it reaches is one of a
-    channel and of the weight.
+    Matches ``Conv`` of two values with exchanged batch and channels. The channels of the first are moved next to the
+    last axis, [1, N, ..., W C], and the second value steps over them: each place that it reaches stands for a channel
+    and a place of the weight.
     """
     for node in editor.of_type("Conv"):
         makers = [editor.maker(name) for name in node.input]
         if len(makers) != 2 or any(each is None or each.op_type != "Transpose" for each in makers):
             continue
         images, kernels = (each for each in makers if each is not None)
-        x, shape = images.input[0], editor.shape(images.input[0])
+        x = images.input[0]
+        shape = editor.shape(x)
         turned = [1, 0, *range(2, 0 if shape is None else len(shape))]
         if shape is None or attribute(images, "perm", []) != turned or attribute(kernels, "perm", []) != turned:
             continue
-        known, errors = _known(shape[1:]), _known((editor.shape(kernels.input[0]) or ())[2:])
+        known = _known(shape[1:])
+        errors = _known((editor.shape(kernels.input[0]) or ())[2:])
         if attribute(node, "group", 1) != 1 or not known or not errors:
             continue
-        axes, (channels, *size) = len(errors), known
-        dilation, stride = attribute(node, "strides", [1] * axes), attribute(node, "dilations", [1] * axes)
+        axes = len(errors)
+        channels, *size = known
+        dilation = attribute(node, "strides", [1] * axes)
+        stride = attribute(node, "dilations", [1] * axes)
         pads = attribute(node, "pads", [0] * 2 * axes)
         reach = [
             (size[i] + pads[i] + pads[axes + i] - stride[i] * (errors[i] - 1) - 1) // dilation[i] + 1
@@ -346,14 +382,16 @@ def join_channels(editor: Editor) -> None:
         add = editor.before(node)
         beside = add.Transpose(x, perm=[0, *range(2, 2 + axes), 1])
         beside = add.Reshape(beside, editor.integers([1, -1, *size[:-1], size[-1] * channels]))
-        wide = (reach[-1] - 1) * dilation[-1] + 1  # places of the last axis, which are stepped over one by one
+        # The last axis is stepped over one by one, so that all these places are computed.
+        wide = (reach[-1] - 1) * dilation[-1] + 1
+        # The result is [1, Co, ..., at least wide C].
         made = add.Conv(
             beside,
             node.input[1],
             strides=[*dilation[:-1], 1],
             dilations=[*stride[:-1], stride[-1] * channels],
             pads=[*pads[: axes - 1], pads[axes - 1] * channels, *pads[axes:-1], pads[-1] * channels],
-        )  # [1, Co, ..., at least wide C]
+        )
         made = add.Slice(made, editor.integers([0]), editor.integers([wide * channels]), editor.integers([1 + axes]))
         made = add.Reshape(made, editor.integers([-1, *reach[:-1], wide, channels]))
         if dilation[-1] > 1:
@@ -368,12 +406,12 @@ def join_channels(editor: Editor) -> None:
 
 
 def _known(lengths: Sequence[int | None]) -> list[int]:
-    """Return lengths of axes, nothing where one is not known."""
+    """Return lengths of axes; empty if one is unknown."""
     return [] if None in lengths else [length for length in lengths if length is not None]
 
 
 def multiply_turned(editor: Editor) -> None:
-    """Let ``Gemm`` transpose what ``Transpose`` does for a product of two matrices."""
+    """Merge a ``Transpose`` before a product of two matrices into ``Gemm``."""
 
     def source(name: str) -> str | None:
         node = editor.maker(name)

@@ -1,12 +1,12 @@
-"""Derivatives of a step's graph along a direction: how gradients change where weights move, H times a vector.
+"""Hessian-vector products: the derivative of a step's gradients along a direction.
 
-A step computes the gradient g(w). Beside each of its values v the graph that is made here computes the tangent
-dv/dε of v(w + ε d), node by node from the weights on (forward mode), so that
+Beside each value v of the step, which computes the gradient g(w), the new graph computes the tangent dv/dε of
+v(w + ε d), node by node from the weights on (forward mode), so that
 
-    flow:NAME = d/dε g(w + ε d) = H d         where d is the input along:NAME, both for each weight that is asked for
+    flow:NAME = d/dε g(w + ε d) = H d         for the input d, named along:NAME, of each requested weight
 
-exactly, as PyTorch has it by differentiating twice: where a function has a kink, it is the derivative of the piece that
-the value lies on. (Differences of gradients are of no use here: hundreds of activations cross a kink on the way.)
+exactly, as double differentiation in PyTorch. At a kink of a function this is the derivative of the present piece;
+differences of gradients fail here, because hundreds of activations cross a kink.
 """
 
 from __future__ import annotations
@@ -22,31 +22,63 @@ from .editor import Editor
 from .errors import NoCurvature
 from .graph import again, attribute
 
-ALONG, FLOW, GRADIENT = "along:", "flow:", "grad:"
+ALONG = "along:"
+FLOW = "flow:"
+GRADIENT = "grad:"
 
 STILL = frozenset(
     [
-        *("And", "Ceil", "Constant", "ConstantOfShape", "Equal", "Floor", "Greater", "GreaterOrEqual", "Less"),
-        *("LessOrEqual", "Not", "OneHot", "Or", "Round", "Shape", "Sign", "Size"),
+        "And",
+        "Ceil",
+        "Constant",
+        "ConstantOfShape",
+        "Equal",
+        "Floor",
+        "Greater",
+        "GreaterOrEqual",
+        "Less",
+        "LessOrEqual",
+        "Not",
+        "OneHot",
+        "Or",
+        "Round",
+        "Shape",
+        "Sign",
+        "Size",
     ]
 )
-"""Where their inputs move a little, these stay."""
+"""Operators whose results are piecewise constant."""
 
 LINEAR = frozenset(
     [
-        *("AveragePool", "Cast", "Expand", "Gather", "GatherElements", "GatherND", "GlobalAveragePool", "Identity"),
-        *("MaxUnpool", "Neg", "ReduceMean", "ReduceSum", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose"),
+        "AveragePool",
+        "Cast",
+        "Expand",
+        "Gather",
+        "GatherElements",
+        "GatherND",
+        "GlobalAveragePool",
+        "Identity",
+        "MaxUnpool",
+        "Neg",
+        "ReduceMean",
+        "ReduceSum",
+        "Reshape",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Tile",
+        "Transpose",
         "Unsqueeze",
     ]
 )
-"""Linear in the first input; the others say how."""
+"""Operators that are linear in the first input; further inputs, such as an index, do not move."""
 
 PRODUCTS = frozenset(["Conv", "ConvTranspose", "Gemm", "MatMul", "Mul"])
 
 
 def flow_graph(step: bytes, names: Collection[str]) -> bytes:
-    """Return the graph of H d for the weights ``names``. Raises NoCurvature, which says the operator that has no rule
-    here."""
+    """Return the graph of H d for the weights ``names``. Raises NoCurvature, naming an operator without a rule."""
     proto = onnx.load_from_string(step)
     graph = proto.graph
     tangents = Tangents(Editor(proto), {name: ALONG + name for name in names})
@@ -68,14 +100,16 @@ def flow_graph(step: bytes, names: Collection[str]) -> bytes:
 
 
 class Tangents:
-    """Adds the tangents of a graph's values to it. of: value -> its tangent; there is none if it does not move."""
+    """Adds tangents to a graph. of: value -> its tangent, for values that move."""
 
     def __init__(self, editor: Editor, of: dict[str, str]) -> None:
-        self.editor, self.of = editor, of
-        self.make, self.number = editor.add, editor.number
+        self.editor = editor
+        self.of = of
+        self.make = editor.add
+        self.number = editor.number
 
     def add(self, node: onnx.NodeProto) -> None:
-        """Add the tangents of what a node makes."""
+        """Add the tangents of a node's outputs."""
         moving = [place for place, name in enumerate(node.input) if name in self.of]
         if not moving or node.op_type in STILL:
             return
@@ -92,28 +126,28 @@ class Tangents:
         return list(copy.output)
 
     def sum(self, terms: Sequence[str]) -> str:
-        """Return the sum of values of one shape."""
+        """Return the sum of values of equal shape."""
         total, *others = terms
         for term in others:
             total = self.make("Add", total, term)
         return total
 
     def whole(self, value: str) -> str:
-        """Return the tangent of a value, of its shape: zeros where it does not move."""
+        """Return the tangent of a value, with zeros if it does not move."""
         if value in self.of:
             return self.of[value]
         zero = helper.make_tensor("zero", TensorProto.FLOAT, [1], [0.0])
         return self.make("ConstantOfShape", self.make("Shape", value), value=zero)
 
     def spread(self, tangent: str, like: str, source: str) -> str:
-        """Return a tangent of ``source`` broadcast to the shape of a value."""
+        """Return the tangent of ``source``, broadcast to the shape of another value."""
         if self.editor.shape(source) is not None and self.editor.shape(source) == self.editor.shape(like):
             return tangent
         return self.make("Expand", tangent, self.make("Shape", like))
 
 
 Rule = Callable[[Tangents, onnx.NodeProto, Sequence[int]], "list[str] | None"]
-"""(tangents, node, which inputs move) -> the tangents of its outputs; None: there is none."""
+"""(tangents, node, inputs that move) -> tangents of the outputs; None if there is no rule."""
 
 
 def _linear(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str] | None:
@@ -134,12 +168,15 @@ def _sum(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str]
 
 def _product(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str] | None:
     """Apply (ab)' = a'b + ab', and add the tangent of a bias."""
-    terms = [
-        *(to.again(node, [to.of[name] if at == place else name for at, name in enumerate(node.input[:2])])[0]
-          for place in moving if place < 2)
-    ]  # fmt: skip
+    terms = []
+    for place in moving:
+        if place < 2:
+            inputs = list(node.input[:2])
+            inputs[place] = to.of[inputs[place]]
+            terms.append(to.again(node, inputs)[0])
     if 2 in moving:
-        tangent, axes = to.of[node.input[2]], len(to.editor.shape(node.output[0]) or ())
+        tangent = to.of[node.input[2]]
+        axes = len(to.editor.shape(node.output[0]) or ())
         if node.op_type != "Gemm":
             tangent = to.make("Reshape", tangent, to.editor.integers([1, -1, *[1] * (axes - 2)]))
         elif attribute(node, "beta", 1.0) != 1:
@@ -150,7 +187,8 @@ def _product(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[
 
 def _quotient(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str]:
     """Apply (a/b)' = (a' - (a/b) b') / b."""
-    (a, b), terms = node.input, []
+    a, b = node.input
+    terms = []
     if 0 in moving:
         terms.append(to.spread(to.of[a], node.output[0], a))
     if 1 in moving:
@@ -171,7 +209,7 @@ def _extremum(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list
 
 
 def _highest(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str] | None:
-    """Return the tangent of an axis's maximum; of equal ones the mean."""
+    """Return the tangent of the maximum along an axis; of equal values the mean."""
     if moving != [0] or not attribute(node, "keepdims", 1):
         return None
     there = to.make("Cast", to.make("Equal", node.input[0], node.output[0]), to=TensorProto.FLOAT)
@@ -180,7 +218,7 @@ def _highest(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[
 
 
 def _pool(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str]:
-    """Return the tangents that lie where the maxima do."""
+    """Gather the tangents at the maxima."""
     node.output[:] = [node.output[0], node.output[1] if len(node.output) > 1 else to.editor.fresh()]
     flat = to.make("Reshape", to.of[node.input[0]], to.editor.integers([-1]))
     return [to.make("Gather", flat, node.output[1])]
@@ -204,7 +242,8 @@ def _pad(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str]
 
 def _softmax(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str]:
     """Apply s' = s (x' - Σ s x'), and log s' = x' - Σ s x'."""
-    tangent, answer = to.of[node.input[0]], node.output[0]
+    tangent = to.of[node.input[0]]
+    answer = node.output[0]
     share = to.make("Exp", answer) if node.op_type == "LogSoftmax" else answer
     axis = to.editor.integers([attribute(node, "axis", -1)])
     rest = to.make("Sub", tangent, to.make("ReduceSum", to.make("Mul", share, tangent), axis))
@@ -231,10 +270,11 @@ def _by(slope: Callable[[Tangents, str, str], str]) -> Rule:
 
 
 def _where(*inside: tuple[str, float]) -> Rule:
-    """Return the rule of a function that lets values pass where comparisons hold, and nothing else."""
+    """Return the rule of a function that passes values if all comparisons hold, and is constant otherwise."""
 
     def rule(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str]:
-        x, zero = node.input[0], to.number(0)
+        x = node.input[0]
+        zero = to.number(0)
         tangent = to.of[x]
         for kind, bound in inside:
             tangent = to.make("Where", to.make(kind, x, to.number(bound)), tangent, zero)
@@ -253,8 +293,9 @@ def _clip(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str
 
 
 def _leaky(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str]:
-    """Multiply by the slope: below zero α of LeakyRelu, and f + α of Elu."""
-    x, alpha = node.input[0], {"LeakyRelu": 0.01, "Elu": 1.0}[node.op_type]
+    """Multiply by the slope; below zero it is α for LeakyRelu, and f + α for Elu."""
+    x = node.input[0]
+    alpha = {"LeakyRelu": 0.01, "Elu": 1.0}[node.op_type]
     below = to.number(attribute(node, "alpha", alpha))
     if node.op_type == "Elu":
         below = to.make("Add", node.output[0], below)
@@ -280,7 +321,9 @@ def _gelu(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str
 
 def _hard_swish(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str]:
     """Multiply by 0 below -3, 1 above 3, and x / 3 + 1 / 2 between."""
-    x, (zero, one) = node.input[0], (to.number(0), to.number(1))
+    x = node.input[0]
+    zero = to.number(0)
+    one = to.number(1)
     slope = to.make("Add", to.make("Mul", x, to.number(1 / 3)), to.number(0.5))
     slope = to.make("Where", to.make("Less", x, to.number(3)), slope, one)
     return [to.make("Mul", to.make("Where", to.make("Greater", x, to.number(-3)), slope, zero), to.of[x])]

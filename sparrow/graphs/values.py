@@ -1,4 +1,4 @@
-"""The facts of a graph's values that are known before it runs: types, shapes, sizes, and data of small constants."""
+"""Properties of a graph's values that are known before it runs: types, shapes, sizes, and data of small constants."""
 
 from __future__ import annotations
 
@@ -16,9 +16,19 @@ LARGEST_SIZE = 2**31
 BYTES: dict[int, int] = {
     int(number): np.dtype(onnx.helper.tensor_dtype_to_np_dtype(number)).itemsize
     for number in (
-        *(TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.BOOL),
-        *(TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64),
-        *(TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64),
+        TensorProto.FLOAT,
+        TensorProto.DOUBLE,
+        TensorProto.FLOAT16,
+        TensorProto.BFLOAT16,
+        TensorProto.BOOL,
+        TensorProto.INT8,
+        TensorProto.INT16,
+        TensorProto.INT32,
+        TensorProto.INT64,
+        TensorProto.UINT8,
+        TensorProto.UINT16,
+        TensorProto.UINT32,
+        TensorProto.UINT64,
     )
 }
 
@@ -31,14 +41,15 @@ def names(text: str) -> frozenset[str]:
 
 
 class Values:
-    """The values of a graph that runs on so many ``samples``.
+    """The values of a graph that runs on ``samples`` samples.
 
-    sizes: bytes. data: of small values that are constant. pieces: types of what a value was split into as a sequence.
-    varies: values that depend on an input.
+    sizes: bytes. data: of small constants. pieces: types of the parts of a sequence. varies: values that depend on an
+    input.
     """
 
     def __init__(self, samples: int, opset: int) -> None:
-        self.samples, self.opset = samples, opset
+        self.samples = samples
+        self.opset = opset
         self.types: dict[str, TypeProto] = {}
         self.sizes: dict[str, int] = {}
         self.data: dict[str, Array] = {}
@@ -46,7 +57,7 @@ class Values:
         self.varies: set[str] = set()
 
     def add(self, name: str, described: TypeProto, node: NodeProto | None = None) -> None:
-        """Keep what is known of a value. Raises SkeletonError where its size is not, or is too large."""
+        """Add a value. Raises SkeletonError if its size is unknown or too large."""
         tensor = described.tensor_type
         dims = tensor.shape.dim
         if not tensor.HasField("shape") or any(dim.WhichOneof("value") != "dim_value" for dim in dims):
@@ -54,7 +65,7 @@ class Values:
         sizes = [dim.dim_value for dim in dims]
         if tensor.elem_type not in BYTES or len(sizes) > 16 or any(not 0 <= size <= LARGEST_SIZE for size in sizes):
             what = repr(name[:80]) if node is None else named(node)
-            raise SkeletonError(f"{what}: a value is no tensor of numbers of a common type and size")
+            raise SkeletonError(f"{what}: a value is not a tensor of numbers of a common type and size")
         self.types[name] = described
         self.sizes[name] = math.prod(sizes) * BYTES[tensor.elem_type]
 
@@ -78,16 +89,16 @@ class Values:
         return self.sizes.get(name, 0)
 
     def known(self, name: str) -> Array | None:
-        """Return a value that is known beforehand; None if it is not."""
+        """Return the data of a small constant, if known."""
         return self.data.get(name)
 
 
 def named(node: NodeProto) -> str:
-    """Return a node as error messages name it."""
+    """Return a node's name for error messages."""
     return f"the node {node.name[:80]!r} ({node.op_type[:80]!r})"
 
 
 def unknown(node: NodeProto | None) -> SkeletonError:
-    """Return the error for a value whose size is not known; of a node, or of an input or initialiser."""
+    """Return the error for a value of unknown size, of a node, an input or an initialiser."""
     what = "an input or initialiser" if node is None else named(node)
-    return SkeletonError(f"{what}: the size of a value is not known before it runs; let shapes follow from the input's")
+    return SkeletonError(f"{what}: the size of a value is not known before it runs; derive shapes from the input's")

@@ -1,7 +1,7 @@
-"""Other graphs, made of published ones: steps on other losses, statistics of batches, likelihoods under a mixture.
+"""Variants of published graphs: steps with other losses, batch statistics, likelihoods under a mixture.
 
-The published step names the model's ``output`` and its ``error``, the gradient of the loss by it: what lies between is
-the task's loss, and what reads the error is the backward pass of the model.
+A published step names the model's ``output`` and its ``error``, the gradient of the loss by it. The nodes between them
+are the task's loss; the readers of the error are the model's backward pass.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ ENDS = ("loss", "error")
 
 
 def scale_outputs(step: bytes) -> bytes:
-    """Return the step whose loss is that of the output times an input ``scale``, which can be broadcast to it."""
+    """Return the step with the loss of the output times an input ``scale``, which is broadcast."""
     proto = onnx.load_from_string(step)
     editor = Editor(proto)
     names = {"output": editor.fresh()}
     copies = []
-    for node in loss_part(editor.graph, ENDS):  # what else reads the loss's parts is the model's own backward pass
+    # Other readers of the loss's values belong to the model's backward pass.
+    for node in loss_part(editor.graph, ENDS):
         names |= {name: editor.fresh() for name in node.output if name}
         read, made = ([names.get(name, name) for name in values] for values in (node.input, node.output))
         copies.append(again(node, read, made))
@@ -41,14 +42,15 @@ def scale_outputs(step: bytes) -> bytes:
 
 
 def distil(step: bytes, weight: float, temperature: float) -> bytes:
-    """Return the step of a student: (1 - α) loss + α T² KL(softmax(z' / T) ‖ softmax(z / T)), of the outputs z, and z'
-    an input ``teacher`` of their shape, [N, classes, ...].
+    """Return a student's step with the loss (1 - α) loss + α T² KL(softmax(z' / T) ‖ softmax(z / T)).
 
-    The gradient of the divergence's mean by z is (softmax(z / T) - softmax(z' / T)) / T over how many it is a mean of.
+    z are the outputs, z' an input ``teacher`` of their shape, [N, classes, ...]. The gradient of the mean divergence by
+    z is (softmax(z / T) - softmax(z' / T)) / T, divided by the number of terms.
     """
     proto = onnx.load_from_string(step)
     editor = Editor(proto)
-    ends, add = _free_ends(editor), editor.add
+    ends = _free_ends(editor)
+    add = editor.add
     output = next(each for each in editor.graph.output if each.name == "output")
     teacher = deepcopy(output)
     teacher.name = "teacher"
@@ -72,7 +74,8 @@ def weigh(step: bytes) -> bytes:
     """Return the step of a mixture whose ``responsibilities`` [N, M] are an input."""
     proto = onnx.load_from_string(step)
     editor = Editor(proto)
-    maker, shape = editor.maker(RESPONSIBILITIES), [None, _components(proto)]
+    maker = editor.maker(RESPONSIBILITIES)
+    shape = [None, _components(proto)]
     if maker is not None:
         maker.output[:] = [editor.fresh()]
     editor.graph.input.append(helper.make_tensor_value_info(RESPONSIBILITIES, TensorProto.FLOAT, shape))
@@ -98,22 +101,26 @@ def likelihoods(evaluation: bytes) -> bytes:
 
 
 def _components(proto: onnx.ModelProto) -> int:
-    """Return how many components a mixture's graph has."""
+    """Return the number of components of a mixture's graph."""
     (weights,) = (each for each in proto.graph.input if each.name == WEIGHTS)
     return int(weights.type.tensor_type.shape.dim[0].dim_value)
 
 
 def batch_statistics(evaluation: bytes) -> bytes | None:
-    """Return the graph that runs a model in evaluation mode, but for batch norms, which normalise by their batch; None
-    for a model that has none. Its outputs are the batch's statistics: ``PLACE:NAME``, by the tensor that holds them."""
+    """Return the graph of a model's batch statistics, in evaluation mode with norms by batch; None without batch norms.
+
+    Its outputs are named ``PLACE:NAME`` by the tensors that hold the statistics.
+    """
     proto = onnx.load_from_string(evaluation)
-    editor, graph = Editor(proto), proto.graph
+    editor = Editor(proto)
+    graph = proto.graph
     read = {each.name for each in graph.input}
     del graph.output[:]
     for place, norm in enumerate(list(editor.of_type("BatchNormalization"))):
         if not read.issuperset(norm.input[3:5]):
             continue
-        add, x = editor.before(norm), norm.input[0]
+        add = editor.before(norm)
+        x = norm.input[0]
         axes = editor.integers([axis for axis in range(len(editor.shape(x) or ())) if axis != 1])
         mean = add.ReduceMean(x, axes)
         spread = add.Sub(x, mean)
@@ -124,15 +131,17 @@ def batch_statistics(evaluation: bytes) -> bytes | None:
         for name, value in zip(norm.input[3:5], (mean, unbiased), strict=True):
             graph.output.append(helper.make_tensor_value_info(f"{place}:{name}", TensorProto.FLOAT, None))
             add.insert(helper.make_node("Identity", [value], [f"{place}:{name}"]))
-        norm.input[3], norm.input[4] = mean, spread
+        norm.input[3] = mean
+        norm.input[4] = spread
     return _finished(proto, editor) if graph.output else None
 
 
 def judge_outputs(model: bytes) -> bytes:
-    """Return what an evaluation's graph does with its outputs: output [N, ...] and target in, loss out."""
+    """Return the part of an evaluation after the outputs: output [N, ...] and target in, loss out."""
     proto = onnx.load_from_string(model)
     name_outputs(proto.graph)
-    editor, graph = Editor(proto), proto.graph
+    editor = Editor(proto)
+    graph = proto.graph
     (output,) = [each for each in graph.output if each.name == "output"]
     graph.input.append(output)
     graph.output.remove(output)
@@ -144,8 +153,7 @@ def judge_outputs(model: bytes) -> bytes:
 
 
 def _free_ends(editor: Editor) -> Mapping[str, str]:
-    """Return what loss and error are called from now on, so that others can have their names: those who read the error
-    then read another one, but for the loss's own part."""
+    """Rename loss and error, so that new values can have their names, which the backward pass reads."""
     names = {name: editor.fresh() for name in ENDS}
     part = loss_part(editor.graph, ENDS)
     makers = [maker for maker in map(editor.maker, ENDS) if maker is not None]

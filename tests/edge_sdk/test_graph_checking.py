@@ -181,7 +181,7 @@ WRONG = {
     "random numbers": (add("RandomNormal", [], shape=[2]), "'RandomNormal'.*not accepted"),
     "external data": (external, "outside"),
     "a large constant": (large_constant, "'w' has more than"),
-    "a constant over an input": (two_of_a_name, "stands twice"),
+    "a constant over an input": (two_of_a_name, "occurs twice"),
     "many nodes": (many_nodes, "nodes, at most"),
     "a foreign input": (foreign_input, "input 'secret'"),
     "a weight of another shape": (wide_weight, "not of the manifest's"),

@@ -268,7 +268,7 @@ def test_tensors_go_in_and_come_out_as_copies():
 
 
 def test_tensors_of_another_model_are_refused():
-    with pytest.raises(ManifestError, match=r"bias: should have shape \(3,\), in the model it has shape \(2,\)"):
+    with pytest.raises(ManifestError, match=r"bias: should have shape \(3,\), but in the model it has shape \(2,\)"):
         set_tensors(line(), {"bias": np.zeros(3, dtype=np.float32)})
     with pytest.raises(ManifestError, match=r"scale: .* does not exist"):
         set_tensors(line(), {"scale": np.zeros(3, dtype=np.float32)})

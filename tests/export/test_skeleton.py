@@ -208,9 +208,9 @@ HOSTILE = {
     "missing initialiser": (lambda m: m.graph.initializer.pop(), "out.bias: the skeleton has no such initialiser"),
     "extra initialiser": (
         lambda m: m.graph.initializer.add(name="more", dims=[9], data_type=1),
-        "wants values for 'more'",
+        "needs values for 'more'",
     ),
-    "initialiser twice": (lambda m: m.graph.initializer.append(m.graph.initializer[0]), "'out.weight' stands twice"),
+    "initialiser twice": (lambda m: m.graph.initializer.append(m.graph.initializer[0]), "'out.weight' occurs twice"),
     "wrong dims": (
         lambda m: m.graph.initializer[0].dims.append(2**40),
         r"out.weight: the skeleton has shape \(2, 3, 10",
@@ -229,9 +229,9 @@ HOSTILE = {
         r"input has shape \(4,\) per sample, the manifest says \(3,\)",
     ),
     "input not a tensor": (lambda m: m.graph.input[0].ClearField("type"), "must be a tensor"),
-    "cut wire": (lambda m: m.graph.node[0].input.__setitem__(0, "nowhere"), "reads what no node before it makes"),
+    "cut wire": (lambda m: m.graph.node[0].input.__setitem__(0, "nowhere"), "reads a value that no earlier node makes"),
     "shapes that clash": (lambda m: m.graph.node[0].attribute.pop(), "cannot be inferred"),
-    "no graph": (lambda m: m.ClearField("graph"), "holds no graph"),
+    "no graph": (lambda m: m.ClearField("graph"), "has no graph"),
 }
 
 
@@ -447,7 +447,7 @@ def test_fewer_samples_run_at_a_time_where_each_takes_much(proto, manifest):
 
 @pytest.mark.parametrize("data", [b"", b"not onnx", b"\xff" * 100])
 def test_bytes_that_are_no_model_are_refused(manifest, data):
-    with pytest.raises(SkeletonError, match=r"not an ONNX file|holds no graph"):
+    with pytest.raises(SkeletonError, match=r"not an ONNX file|has no graph"):
         check_skeleton(data, manifest)
 
 

@@ -439,7 +439,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _share(module: nn.modules.batchnorm._BatchNorm) -> float:
-    """Return the momentum of running statistics in this batch, and count the batch."""
+    """Return the momentum of running statistics, and count the batch."""
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
         if module.momentum is None:

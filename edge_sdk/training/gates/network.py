@@ -77,10 +77,9 @@ class CannotGate(ManifestError):
 class GatedModel:
     """``model``, to run and train under gates of the blocks of ``table``.
 
-    ``leaves`` are trainable tensors, one per block: views into the parameters, which must keep their storage.
-    Optimisers skip leaves of off blocks, which have no gradient. probe: below 1, gates of skipped rows learn from the
-    first ``probe`` of the batch, scaled up. Raises ValueError if the table does not match the parameters, or if one is
-    not contiguous.
+    ``leaves`` are trainable tensors, one per block: views into the parameters, which must keep their storage. probe:
+    below 1, gates of skipped rows learn from the first ``probe`` of the batch, scaled up. Raises ValueError if the
+    table does not match the parameters, or if one is not contiguous.
     """
 
     def __init__(self, model: nn.Module, table: BlockTable, *, probe: float = 1.0) -> None:
@@ -330,7 +329,6 @@ class _Run(fx.Interpreter):
         return gates_layers.apply(operator, self._matrices[node.name], value, self._batch)
 
     def _partial(self, call: _Call, source: fx.Node, rule: Rule, in_place: bool) -> Any:
-        """Return ``call`` on a partial value if its rule allows, or on the whole value."""
         value = self.env[source]
         if not isinstance(value, Partial):
             return self._any(call.node, call.module)
@@ -398,7 +396,7 @@ def _function(node: fx.Node, module: nn.Module | None) -> tuple[str, Callable[..
 
 
 def _in_place(node: fx.Node, module: nn.Module | None) -> bool:
-    """Return whether ``node`` overwrites its input, which later nodes may read."""
+    """Return whether ``node`` overwrites its input."""
     if module is not None:
         return bool(getattr(module, "inplace", False))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -407,7 +405,7 @@ def _in_place(node: fx.Node, module: nn.Module | None) -> bool:
 
 
 def _pooled(call: _Call, value: Partial) -> Partial | None:
-    """Apply pooling that maps constants to constants, and returns only one tensor."""
+    """Apply pooling that maps constants to constants."""
     module = call.module
     dims = value.computed.dim() - 2
     if value.axis != 1 or dims not in (_POOLS.get(type(module)), _POOL_FUNCTIONS.get(call.name)):

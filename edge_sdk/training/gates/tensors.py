@@ -125,10 +125,7 @@ class Segments(NamedTuple):
 
 
 class BlockedTensor:
-    """A parameter and its blocks, with a 1-dimensional leaf per block; ``first`` counts in the model.
-
-    Raises ValueError if the parameter is not contiguous, so that a block cannot be a view.
-    """
+    """A parameter and its blocks, with a 1-dimensional leaf per block. Raises ValueError if it is not contiguous."""
 
     def __init__(self, name: str, parameter: nn.Parameter, first: int, sizes: Sequence[int]) -> None:
         if not parameter.is_contiguous():
@@ -291,10 +288,7 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Needed:
-    """The θ' that a batch needs: cuts, columns of some cuts, all vectors, and their entries in ``order``.
-
-    own: whether gradients of cuts may be overwritten.
-    """
+    """The θ' that a batch needs: cuts, columns of some cuts, all vectors, and their entries in ``order``."""
 
     cuts: Sequence[Cut]
     columns: Sequence[Channels | None]
