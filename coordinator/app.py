@@ -1,4 +1,4 @@
-"""The composition root: one coordinator, built from its settings."""
+"""The composition root: builds one coordinator from its settings."""
 
 from __future__ import annotations
 
@@ -61,47 +61,46 @@ log = logging.getLogger(__name__)
 DAY = 24 * 3600.0
 
 STALLED_SECONDS = 30.0
-"""How long the thread of the rounds may take for one step, update or file before this process is not ready: as long as
-slow storage takes for one file that does come."""
+"""Time without progress of the rounds thread after which the process is not ready: slow storage may take as long for
+one file."""
 HANGS_SECONDS = 90.0
-"""How long it may take before another process moves rounds: that would begin the round's sums anew, and slow storage is
-as slow for all."""
+"""Time without progress after which another process advances rounds. It must restart the round's sums, and slow storage
+is slow for it, too."""
 LONGEST_REST = 0.05
-"""The longest pause of the thread of the rounds between two looks, s; it rests for as long as a look took."""
+"""Longest pause of the rounds thread between two steps, s; it pauses for as long as a step took."""
 PUBLISHING_SECONDS = 120.0
-"""Seconds without the end of a publication after which waiting ones give up."""
+"""Time without a finished publication after which waiting ones give up."""
 READY_SECONDS = 3.0
-"""How long an answer on readiness waits for records and blobs."""
+"""Longest wait of ``/readyz`` for records and blobs."""
 
 
 class Progress:
-    """When the thread of the rounds was last seen to move. Any thread may use it."""
+    """Time since the last progress of the rounds thread. Thread-safe."""
 
     def __init__(self) -> None:
         self._at = time.monotonic()
 
     def note(self) -> None:
-        """Note that it moves."""
+        """Note progress."""
         self._at = time.monotonic()
 
     def seconds(self) -> float:
-        """Return how long it has not moved."""
+        """Return the seconds since the last progress."""
         return time.monotonic() - self._at
 
 
 class Coordinator:
-    """One coordinator: its store, its domain objects, and the thread that moves rounds on.
+    """One coordinator: its store, its domain objects, and the thread that advances rounds.
 
-    It is built without an event loop and does nothing by itself before ``open``.
+    It needs no event loop to be built, and is passive until ``open``.
 
-    moved: sent when a round moved, to long polls. changed: sent when anything was recorded, to live views. open_calls:
-    calls in progress, by device. stopping: set when the process is about to stop.
+    moved: sent to long polls when a round moved. changed: sent to live views when anything was recorded. open_calls:
+    calls in progress by device. stopping: set before the process stops.
     """
 
     def __init__(
         self, settings: Settings, clock: Callable[[], float] | None = None, store: Store | None = None
     ) -> None:
-        """Build all parts. store: one that is open already; by default that of the settings."""
         self.settings = settings
         url = settings.database_url
         self.store = store or Store(settings.data_dir, None if url is None else url.get_secret_value(), settings.blobs)
@@ -128,14 +127,16 @@ class Coordinator:
         )
         self.by_device = _limit(settings.device_calls_per_second, clock)
         self.by_address = _limit(settings.address_calls_per_second, clock)
-        self.at_once, self.turns = AtOnce(), Turns()
-        self.writers, self.look_ups = Threads(WRITERS, BUSY_SECONDS), Threads(LOOK_UPS, BUSY_SECONDS)
+        self.at_once = AtOnce()
+        self.turns = Turns()
+        self.writers = Threads(WRITERS, BUSY_SECONDS)
+        self.look_ups = Threads(LOOK_UPS, BUSY_SECONDS)
         self.publishing = Threads(PUBLICATIONS, PUBLISHING_SECONDS, busy="other models are being published")
         self.evaluating = Threads(
             EVALUATIONS,
             settings.max_test_seconds + BUSY_SECONDS,
             most_waiting=WAITING_EVALUATIONS,
-            busy="another evaluation goes on",
+            busy="another evaluation is running",
         )
         self.dispatch = Dispatch(self.store, self.models, clock)
         self.asking: Batches[Ask, Asked] = Batches("asking", self.dispatch.answer_all, BUSY_SECONDS)
@@ -159,15 +160,20 @@ class Coordinator:
         )
         self.records = Records(self.store, self.costs.write)
         self.open_assignments = OpenAssignments(self.store, clock, self.last_seen)
-        self.uploads = Uploads(
-            *(settings.data_dir / "uploads", self.store, self.acceptance, self.dispatch, clock, self.writers),
-        )
+        parts = settings.data_dir / "uploads"
+        self.uploads = Uploads(parts, self.store, self.acceptance, self.dispatch, clock, self.writers)
         self.stopping = threading.Event()
         self.page_steps = Steps(self.stopping)
         self.device_lists = DeviceLists(self.store, clock, lambda: self.polling.longest() + self.last_seen.lag)
         self.overviews = Overviews(
-            *(self.store, self.models, self.federations, self.records, self.open_assignments, self.metrics),
-            *(self.device_lists, clock),
+            self.store,
+            self.models,
+            self.federations,
+            self.records,
+            self.open_assignments,
+            self.metrics,
+            self.device_lists,
+            clock,
         )
         self.hosts = Hosts(settings.hosts)
         self.downloads = Downloads(settings.download_bytes)
@@ -182,8 +188,9 @@ class Coordinator:
         self._checking: asyncio.Future[None] | None = None
 
     def open(self) -> None:
-        """Go on from where the last process ended, and begin to move rounds. At the first start, make the default
-        federation."""
+        """Resume the state of the last process and start the rounds thread; at the first start, create the default
+        federation.
+        """
         if self.settings.default_task:
             self.publisher.ensure_default(self.settings.default_task, self.settings.default_settings)
         if self.store.is_first:
@@ -198,44 +205,45 @@ class Coordinator:
         self._mover.start()
 
     def close(self) -> None:
-        """Stop moving rounds, and close the store."""
+        """Stop the rounds thread, and close the store."""
         self.leave()
         self._ended.set()
         self._facts.set()
         if self._mover is not None:
-            self._mover.join(STALLED_SECONDS)  # one that hangs ends with the process
+            # If it hangs, it ends with the process.
+            self._mover.join(STALLED_SECONDS)
         self.asking.close()
         self.fetching.close()
         self.uploads.close()
         try:
             self.costs.write()
         except Unavailable as error:
-            log.warning("what the last uploads cost is not recorded: %s", error)
+            log.warning("the cost of the last uploads is not recorded: %s", error)
         finally:
             self.store.close()
 
     async def check_ready(self) -> None:
-        """Raise an error if the coordinator does not move rounds, or cannot read its records or write its folder, now
-        or soon.
+        """Raise an error if rounds do not progress, the records cannot be read, or the data folder is nearly full.
 
-        All who ask at a time share one look, in a thread of its own, and wait no longer than ``READY_SECONDS``.
+        Simultaneous callers share one check, in a thread of its own, and wait up to ``READY_SECONDS``.
         """
         if not self._moves_on(STALLED_SECONDS):
             runs = self._mover is not None and self._mover.is_alive()
             stalled = f"has not moved for {self.progress.seconds():.0f} s"
-            raise Unavailable(f"the thread of the rounds {stalled if runs else 'has ended: start the process again'}")
+            raise Unavailable(f"the thread of the rounds {stalled if runs else 'has ended: restart the process'}")
         self.store.troubles.check()
         if self._checking is None or self._checking.done():
             look = to_thread.run_sync(self._check_storage, limiter=CapacityLimiter(1))
             self._checking = asyncio.ensure_future(look)
-            self._checking.add_done_callback(lambda done: done.cancelled() or done.exception())  # if nobody waits
+            # Retrieve the error of a check that is not awaited any more.
+            self._checking.add_done_callback(lambda done: done.cancelled() or done.exception())
         done, _ = await asyncio.wait({self._checking}, timeout=READY_SECONDS)
         if not done:
             raise Unavailable(f"the records or the data folder have not answered for {READY_SECONDS:.0f} s")
         self._checking.result()
 
     def _moves_on(self, seconds: float) -> bool:
-        """Return whether the thread of the rounds runs, if it was ever started, and has moved within ``seconds``."""
+        """Return whether the rounds thread is alive and made progress within ``seconds``, or was never started."""
         return self._mover is None or (self._mover.is_alive() and self.progress.seconds() < seconds)
 
     def _check_storage(self) -> None:
@@ -247,31 +255,31 @@ class Coordinator:
         self.store.probe()
         free = shutil.disk_usage(self.settings.data_dir).free
         if free < self.settings.min_free_bytes:
-            raise Unavailable(f"the disk of the data folder has {free:,} bytes left")
+            raise Unavailable(f"the disk of the data folder has only {free:,} bytes left")
 
     def leave(self) -> None:
-        """Answer the calls that wait, since the process is about to stop. May be called from a signal handler."""
+        """Answer waiting calls before the process stops. May be called from a signal handler."""
         self.stopping.set()
         self.wake()
 
     def fact_recorded(self) -> None:
-        """Have the thread of the rounds look whether they can move. May be called from any thread."""
+        """Wake the rounds thread and live views. Thread-safe."""
         self._facts.set()
         self.changed.send()
 
     def wake(self) -> None:
-        """Have the calls that wait look again, though no round moved. May be called from any thread."""
+        """Wake waiting calls and live views. Thread-safe."""
         self.moved.send()
         self.changed.send()
 
     def _hear(self, moved: bool) -> None:
-        """Handle a message of another process: it has moved rounds, or written a fact."""
+        """Handle another process's message: it advanced rounds (``moved``) or recorded a fact."""
         if moved:
             self.wake()
         self.fact_recorded()
 
     def _look_after(self) -> bool:
-        """Do what is due at every fact and tick; return whether a round moved."""
+        """Run the work due at every fact and tick; return whether a round moved."""
         if self._clock is not None:
             self._clock.keep()
         self.store.check()
@@ -280,11 +288,12 @@ class Coordinator:
         return self._advance()
 
     def _advance(self) -> bool:
-        """Move rounds on, if this process is the one that does; return whether one moved."""
+        """Advance rounds if this process is in charge of them; return whether one moved."""
         moves, newly = self.store.moves()
         self.progress.note()
         if not moves:
-            self.costs.write()  # with several processes, the one that closes a round may not know them
+            # The process that closes the round may not have received them.
+            self.costs.write()
             return False
         if newly:
             self.rounds.forget_sums()
@@ -298,7 +307,7 @@ class Coordinator:
         self.metrics.left_out.labels(federation).inc(left_out)
 
     def _move(self) -> None:
-        """Move rounds on whenever a fact was recorded, and every tick for their deadlines."""
+        """Advance rounds after every recorded fact, and at every tick for their deadlines."""
         tick = self.settings.tick_seconds
         while not self._ended.is_set():
             self.progress.note()
@@ -306,19 +315,21 @@ class Coordinator:
             try:
                 if self._look_after():
                     self.wake()
-            except Unavailable:  # a full disk, a lost database: the store has logged it; tried again at the next tick
+            except Unavailable:
+                # The store has logged it, such as a full disk or a lost database.
                 self._ended.wait(tick)
             except Exception:
-                log.exception("rounds could not be moved on; trying again")
+                log.exception("rounds could not be advanced; retrying")
                 self._ended.wait(tick)
-            else:  # facts that come together are looked at together
+            else:
+                # Facts recorded during the pause are handled together.
                 self._ended.wait(min(time.monotonic() - began, LONGEST_REST))
             self._facts.wait(tick)
             self._facts.clear()
 
 
 def coordinator_of(scope: Scope) -> Coordinator | None:
-    """Return the coordinator of the application that a call came to; None before it has started."""
+    """Return the coordinator of the application in this scope, or None before it has started."""
     coordinator: Coordinator | None = getattr(scope["app"].state, "coordinator", None)
     return coordinator
 

@@ -1,17 +1,17 @@
 """Random draws of a federation: the cohort of a round, and the neurons that each device trains.
 
-All of it is HMAC-SHA256 of purpose, round and name under the federation's secret: 32 random bytes that stay in the
-records. So a restarted coordinator, or another process of it, draws the same, in whatever order devices enrolled; and
-no device can know a draw before its assignment tells it its own: in which rounds it takes part, under which name it
-would, which neurons others train and so leave to it. In simulations and tests the secret follows from the federation's
-name and seed (the setting ``draws``), so that the same seeds give the same model; everybody can then compute all draws.
+Each draw is HMAC-SHA256 of purpose, round and name under the federation's secret, 32 random bytes in the records. So a
+restarted coordinator, or another process of it, repeats the same draws regardless of the order of enrolment, and no
+device can predict a draw: its rounds, its chance under another name, or the neurons of others. In simulations and tests
+the secret is derived from the federation's name and seed (setting ``draws``): the same seeds give the same model, but
+everybody can compute all draws.
 
-Cohorts are draws without replacement:
+Cohorts are drawn without replacement:
 
-uniform              everybody has the same chance
-least_recently       those whose last round lies furthest back come first, those that have had none before all others
-budget               chances grow with budgets: of two devices the one of twice the budget is the first to be drawn with
-                     twice the chance (weighted sampling; Efraimidis and Spirakis, IPL 2006)
+uniform              every device has the same chance
+least_recently       devices with the oldest last round first, devices without any round before all others
+budget               chance proportional to the budget, at each draw (weighted sampling; Efraimidis and Spirakis,
+                     IPL 2006)
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ CohortPolicy = Literal["uniform", "least_recently", "budget"]
 
 
 def new_secret(federation: str, settings: FederationSettings) -> bytes:
-    """Return the secret of a new federation of this name, 32 bytes."""
+    """Return the 32-byte secret of a new federation."""
     if settings.draws == "seed":
         return hashlib.sha256(f"draws|{federation}:{settings.seed}".encode()).digest()
     return secrets.token_bytes(32)
 
 
 def neurons_of(secret: bytes, assignment: Assignment, device: str) -> str:
-    """Return the key of the neurons that an assignment is to train: its own, or that of its device in this round."""
+    """Return the neuron key of an assignment: its own, or that of its device in this round."""
     return assignment.draw_key or neuron_key(secret, assignment.round, device)
 
 
 def neuron_key(secret: bytes, round_number: int, device: str) -> str:
-    """Return the key of the neurons that a device trains in a round (``masks.NeuronDraw``): 128 bits, hexadecimal.
+    """Return the key of a device's neurons in a round (``masks.NeuronDraw``): 128 bits, hexadecimal.
 
-    It tells nothing of the secret, nor of other keys."""
+    It reveals neither the secret nor other keys.
+    """
     return _chance(secret, "neurons", round_number, device)[:16].hex()
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A device that can be drawn. last_round: the last one it was drawn for, -1 for none."""
+    """A device that can be drawn. last_round: the last round it was drawn for, or -1."""
 
     name: str
     budget: float = 1.0
@@ -68,31 +69,32 @@ def choose(
     policy: CohortPolicy = "uniform",
     purpose: Literal["cohort", "evaluation"] = "cohort",
 ) -> list[str]:
-    """Return the names of ``size`` of the candidates (all, if there are fewer), sorted."""
+    """Return the sorted names of ``size`` candidates, or of all if there are fewer."""
 
     def key(each: Candidate) -> tuple[float, bytes]:
         chance = _chance(secret, purpose, round_number, each.name)
         if policy == "least_recently":
             return each.last_round, chance
         if policy == "budget":
-            return -math.log(_share(chance)) / each.budget, chance  # exponential, of rate budget: the first ones win
+            # An exponential variate of rate budget: the smallest ones win.
+            return -math.log(_share(chance)) / each.budget, chance
         return 0.0, chance
 
     return sorted(each.name for each in sorted(candidates, key=key)[:size])
 
 
 def choose_each(names: Iterable[str], chance: float, *, secret: bytes, round_number: int) -> list[str]:
-    """Return the names that are drawn, sorted: each by itself with this chance, so no draw depends on another."""
+    """Return the sorted names that are drawn, each independently with this chance."""
     return sorted(name for name in names if _share(_chance(secret, "cohort", round_number, name)) <= chance)
 
 
 def uniform(secret: bytes, purpose: str, round_number: int, name: str) -> float:
-    """Return a number in (0, 1] of this purpose, round and name, independent of all others."""
+    """Return a number in (0, 1] for this purpose, round and name, independent of all others."""
     return _share(_chance(secret, purpose, round_number, name))
 
 
 def _chance(secret: bytes, purpose: str, round_number: int, name: str) -> bytes:
-    """Return the 32 bytes that decide the part of ``name`` in a draw: uniform, and independent of all others."""
+    """Return 32 uniform bytes for this purpose, round and name, independent of all others."""
     return hmac.digest(secret, f"{purpose}|{round_number}|{name}".encode(), "sha256")
 
 

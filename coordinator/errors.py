@@ -1,8 +1,8 @@
-"""The errors of the coordinator, by what the caller can do about them.
+"""Errors of the coordinator, grouped by what their receiver can do.
 
-``coordinator/calls/problems.py`` maps those of requests to HTTP; ``exit_code`` is how a command ends that meets one.
-Only a RequestError is the caller's to mend. Any other error in a call is the coordinator's own, and answered with 500;
-what reads a caller's data says so with ``callers_data``.
+A RequestError is the caller's to correct; ``calls.problems`` maps it to HTTP, and every other error in a call is
+answered with 500. ``callers_data`` turns errors in a caller's data into BadContent. ``exit_code`` is the exit code of a
+command that meets the error.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from sparrow.protocol.errors import ProtocolError
 
 
 class CoordinatorError(Exception):
-    """The base of every error of the coordinator. ``exit_code`` is how a command ends that meets it."""
+    """Base of all errors of the coordinator. exit_code: of a command that meets it."""
 
     exit_code: Exit = Exit.FAILED
 
 
 class RequestError(CoordinatorError):
-    """The base of every answer to a request that is no success; its text is for the caller."""
+    """Base of all unsuccessful answers to a request; its text is for the caller."""
 
 
 class NotAuthenticated(RequestError):
@@ -43,13 +43,13 @@ class FederationDeleted(NotAuthenticated):
 
     def __init__(self) -> None:
         super().__init__(
-            "the federation of this device was deleted by its operator, so there is nothing left to do; its personal "
-            "model stays on the device. To join a new federation, start with another --state-dir"
+            "the federation of this device was deleted by its operator; its personal model stays on the device. To "
+            "join a new federation, start with another --state-dir"
         )
 
 
 class TooManyRequests(RequestError):
-    """The caller makes more calls than it may."""
+    """The caller exceeds its rate limit."""
 
 
 class NotAllowed(RequestError):
@@ -59,7 +59,7 @@ class NotAllowed(RequestError):
 
 
 class WrongHost(NotAllowed):
-    """The call came under a name that is not this coordinator's, and without a token."""
+    """The call has no token and a host name that is not this coordinator's."""
 
 
 class NotFound(RequestError):
@@ -69,11 +69,11 @@ class NotFound(RequestError):
 
 
 class NoGlobalModel(NotFound):
-    """The method has no global model that can be used alone."""
+    """The method has no global model that is usable without a device's own part."""
 
 
 class NameTaken(RequestError):
-    """A federation or device of this name exists."""
+    """A federation or device of this name already exists."""
 
 
 class DifferentFederation(RequestError):
@@ -81,7 +81,7 @@ class DifferentFederation(RequestError):
 
 
 class WrongState(RequestError):
-    """The federation's status forbids this now."""
+    """The federation's status does not permit this call now."""
 
 
 class RoundClosed(RequestError):
@@ -93,7 +93,7 @@ class DifferentUpdate(RequestError):
 
 
 class Finished(RequestError):
-    """The federation is over and this device has nothing left to do in it."""
+    """The federation is over and the device has no work left in it."""
 
 
 class LengthRequired(RequestError):
@@ -101,11 +101,11 @@ class LengthRequired(RequestError):
 
 
 class TooLarge(RequestError):
-    """The body is longer than any valid one."""
+    """The body is longer than any valid one for this call."""
 
 
 class WrongMediaType(RequestError):
-    """The body is of a type that this call does not take."""
+    """The call does not accept this media type."""
 
 
 class BadContent(RequestError):
@@ -113,57 +113,57 @@ class BadContent(RequestError):
 
 
 class NoSuchMethod(BadContent):
-    """The method that a new federation asks for is not installed here."""
+    """The new federation's method is not installed here."""
 
 
 class NoSuchTask(BadContent):
-    """The task that a new federation asks for is not built in."""
+    """The new federation's task is not built in."""
 
 
 class UnknownMethod(CoordinatorError):
-    """The method is not installed here; no fault of the devices of a federation that was made when it was."""
+    """A method is not installed here any more; not an error of the federation's devices."""
 
 
 class Unavailable(RequestError):
-    """Records or blobs cannot be reached at the moment; nothing of the call was done."""
+    """Records or blobs cannot be reached at the moment; the call had no effect."""
 
     exit_code = Exit.UNREACHABLE
 
 
 class Damaged(Unavailable):
-    """A blob is not what its key names, or missing; ``key`` says which."""
+    """A blob is missing or does not match its key, which is ``key``."""
 
     def __init__(self, key: str) -> None:
-        super().__init__("a file of the coordinator is damaged or missing; try again when its operator has restored it")
+        super().__init__("a file of the coordinator is damaged or missing; retry after its operator has restored it")
         self.key = key
 
 
 class DiskFull(Unavailable):
-    """There is no room for the call's data."""
+    """There is no disk space for the call's data."""
 
     exit_code = Exit.FULL
 
 
 class Unreadable(RequestError):
-    """A record that the call cannot do without is damaged, or was written by a version that allows other values."""
+    """A required record is damaged, or was written by a version that permits other values."""
 
 
 class WrongRange(RequestError):
-    """A part of an update does not begin where the last one ended, or the whole has another digest than announced."""
+    """A part of an update does not continue the received one, or the whole does not match its digest."""
 
 
 class OperatorError(CoordinatorError):
-    """The base of every error of a command and of the coordinator's start; its text is for the operator."""
+    """Base of all errors of commands and of the coordinator's start; its text is for the operator."""
 
 
 class BadStorage(OperatorError):
-    """The database, object storage or data folder of the settings cannot be used: correct the setting."""
+    """The configured database, object storage or data folder cannot be used."""
 
     exit_code = Exit.USAGE
 
 
 class DataInUse(OperatorError):
-    """Another coordinator process works on the same data folder."""
+    """Another coordinator process uses the same data folder."""
 
 
 class WrongBlobs(OperatorError):
@@ -171,7 +171,7 @@ class WrongBlobs(OperatorError):
 
 
 class DamagedRecords(OperatorError):
-    """The database is damaged, or no database of this program."""
+    """The database is damaged, or not one of this program."""
 
 
 class NewerRecords(OperatorError):
@@ -179,25 +179,25 @@ class NewerRecords(OperatorError):
 
 
 class NoRecords(OperatorError):
-    """There is no database where the settings say."""
+    """There is no database in the configured place."""
 
     exit_code = Exit.NOT_FOUND
 
 
 class BadRuntime(OperatorError):
-    """A package for browsers that is not the pinned one; the text says what was met."""
+    """A package for browsers is not the pinned one."""
 
     exit_code = Exit.CANNOT
 
 
 class MissingProgram(OperatorError):
-    """A program that the command runs is not installed here."""
+    """A required program is not installed here."""
 
     exit_code = Exit.CANNOT
 
 
 class BackupFailed(OperatorError):
-    """No backup was made, or none was restored."""
+    """A backup could not be made or restored."""
 
 
 class NoAnswer(OperatorError):
@@ -207,7 +207,7 @@ class NoAnswer(OperatorError):
 
 
 class EvaluationRefused(OperatorError):
-    """The coordinator refused, with this HTTP status; the text is its advice."""
+    """The coordinator refused an evaluation with this HTTP status and advice."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(f"{detail} (HTTP {status})")
@@ -218,7 +218,7 @@ Message = TypeVar("Message", bound=BaseModel)
 
 
 def read_stored(kind: type[Message], value: object) -> Message | None:
-    """Return what the records hold; None where it cannot be read: it is damaged, or from a version that allows more."""
+    """Return a stored message, or None if it is damaged or from a version that permits other values."""
     try:
         return kind.model_validate(value)
     except ValidationError:
@@ -226,7 +226,7 @@ def read_stored(kind: type[Message], value: object) -> Message | None:
 
 
 def explain(error: ValidationError) -> str:
-    """Return the place and the reason of a pydantic error, in one line."""
+    """Return the location and reason of a pydantic error in one line."""
     first = error.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"])) or "body"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
@@ -235,7 +235,7 @@ def explain(error: ValidationError) -> str:
 
 @contextmanager
 def callers_data() -> Iterator[None]:
-    """Raise what the data of a caller break within as BadContent; the same error elsewhere is the coordinator's own."""
+    """Context manager: raise errors in a caller's data as BadContent."""
     try:
         yield
     except ValidationError as error:

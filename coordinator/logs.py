@@ -1,11 +1,10 @@
 """Log lines with fields: federation, round, device, request.
 
-``about`` says it for everything that is logged within, in whichever module; a line's own ``extra`` adds to it. As text
-the fields stand at its end as key=value, as JSON each line is one object.
+``about`` sets fields for every line logged within, in any module; a line's ``extra`` adds to them. In text they follow
+the message as key=value; in JSON each line is one object.
 
-What callers sent (reasons, names, boards) may be part of any line. So no line has a character but printable ones:
-line breaks, terminal codes and marks that turn the direction of text are written as escapes. A traceback keeps its line
-breaks, indented, so that none of its lines looks like another event.
+Callers' text (reasons, names, boards) may be part of any line. So line breaks, terminal codes and marks that change the
+direction of text are escaped. A traceback keeps its line breaks, indented, so that it cannot imitate other lines.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from sparrow.command_line.table import printable
 
 FIELDS = ("federation", "round", "device", "request")
 
-_about: ContextVar[dict[str, Any]] = ContextVar("about", default={})  # noqa: B039  never changed in place
+# The default is never changed in place.
+_about: ContextVar[dict[str, Any]] = ContextVar("about", default={})  # noqa: B039
 
 
 @contextmanager
 def about(**fields: Any) -> Iterator[None]:
-    """Add these fields to everything that is logged within; None adds nothing."""
+    """Context manager: add these fields, except those that are None, to every line logged within."""
     token = _about.set({**_about.get(), **{key: value for key, value in fields.items() if value is not None}})
     try:
         yield
@@ -37,19 +37,19 @@ def about(**fields: Any) -> Iterator[None]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Return a line's fields, in the order of ``FIELDS``. It must be called in the context that logs the line."""
+    """Return a line's fields in the order of ``FIELDS``. Call it in the context that logs the line."""
     known = {**_about.get(), **{key: getattr(record, key) for key in FIELDS if hasattr(record, key)}}
     return {key: known[key] for key in FIELDS if key in known}
 
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line. A traceback that another handler's formatter has written in the record is left alone."""
+        """Return the line, without a traceback cached in the record by another formatter."""
         record = copy.copy(record)
         record.exc_text = None
         return super().format(record)
 
-    def formatException(self, ei: Any) -> str:  # noqa: N802  the standard library's name
+    def formatException(self, ei: Any) -> str:  # noqa: N802
         """Return a traceback, indented."""
         return _indented(super().formatException(ei))
 
@@ -69,7 +69,7 @@ class TextFormatter(_Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Return the line without its traceback, which follows it."""
+        """Return the line without its traceback."""
         fields = "".join(f" {key}={value}" for key, value in fields_of(record).items())
         return printable(super().formatMessage(record) + fields)
 
@@ -90,9 +90,9 @@ class JsonFormatter(_Formatter):
 
 
 def install(level: str, format: Literal["text", "json"]) -> None:
-    """Log to stderr in this format, unless logging has been set up already.
+    """Log to stderr in this format, unless logging is already set up.
 
-    As JSON the server's own lines, the access log among them, go the same way.
+    In JSON, the server's lines, including its access log, use the same format.
     """
     root = logging.getLogger()
     if not root.handlers:
@@ -105,8 +105,6 @@ def install(level: str, format: Literal["text", "json"]) -> None:
             logger = logging.getLogger(name)
             logger.handlers.clear()
             logger.propagate = True
-    for name in (
-        "alembic",
-        "httpx",
-    ):  # a line a migration; a line a call of the devices in this process, or of evaluate
+    # These log every migration and every call of a client in this process.
+    for name in ("alembic", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)

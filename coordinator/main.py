@@ -1,4 +1,4 @@
-"""The ASGI application of ``uvicorn coordinator.main:app``; without settings it has a federation ``default``."""
+"""The ASGI application for ``uvicorn coordinator.main:app``; with default settings it has a federation ``default``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class _Application(FastAPI):
-    """FastAPI, which sees to the limits of its server's connections when that starts it."""
+    """FastAPI application that installs the connection limits in its server."""
 
     def __init__(self, settings: Settings, **named: Any) -> None:
         super().__init__(**named)
@@ -72,8 +72,8 @@ class _Application(FastAPI):
 def create_app(settings: Settings | None = None, listening: Listening | None = None) -> FastAPI:
     """Return the application with the given settings, or those of the environment.
 
-    listening: the address of the server of ``sparrow serve``, to log how a device joins, and to make tokens where other
-    machines reach it.
+    listening: the address of ``sparrow serve``, for the lines about joining, and for making tokens if other machines
+    can reach it.
     """
     settings = settings or Settings()
 
@@ -89,12 +89,15 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
                 keep = partial(starting.keep_tokens, settings.data_dir)
                 secrets = await run_in_threadpool(coordinator.tokens.make_first, keep)
                 for line in starting.first_join(settings, listening, secrets) if secrets else ():
-                    sys.stderr.write(f"{line}\n")  # no line of the log, which others may read
+                    # Others may read the log, so secrets do not go there.
+                    sys.stderr.write(f"{line}\n")
             guarded = await run_in_threadpool(coordinator.tokens.guarded)
-            coordinator.tokens.forget()  # so that a token made meanwhile is in force with the first call
+            # A token made meanwhile applies to the first call.
+            coordinator.tokens.forget()
             for line in starting.introduction(settings, listening, enrolment_guarded="enrolment" in guarded):
                 log.info("%s", line)
-            gc.freeze()  # a collection that looks through all modules again and again stops every call for 0.1 s
+            # A full collection over all modules would stop every call for 0.1 s.
+            gc.freeze()
             with _before_stop(coordinator.leave):
                 yield
         finally:
@@ -127,7 +130,7 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
         RequestIds,
     ):
         app.add_middleware(middleware)
-    # Looked through in this order: devices call most often.
+    # Routes are matched in this order; devices call most often.
     for module in (device_calls, devices, federations, status, pages, sign_in):
         app.include_router(module.router)
     app.include_router(federations.settings_router)
@@ -137,9 +140,9 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
 
 @contextmanager
 def _before_stop(action: Callable[[], None]) -> Iterator[None]:
-    """Call ``action`` when the process is asked to stop, before the server waits for its open calls to end.
+    """Context manager: call ``action`` at SIGINT and SIGTERM, before the server waits for open calls.
 
-    uvicorn waits for running requests, and a long poll or event stream would run on for a minute.
+    uvicorn waits for running requests, and a long poll or event stream may run for a minute.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

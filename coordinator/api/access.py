@@ -1,9 +1,8 @@
 """Permissions of callers, whom ``api.middleware.authentication`` has identified.
 
-Where no token of a kind is set, its calls are open to everybody. Those of administrators and observers are answered
-then only under a name of this coordinator (``calls.hosts``), to devices as well: a page that may enrol one has its
-token.
-Not so those of devices that are about to join, whose users may call this machine by any name.
+If no token of a kind is set, calls of that kind are open to everybody. Calls of administrators and observers are then
+answered only under a name of this coordinator (``calls.hosts``), so that no web page makes them. Enrolment is not
+restricted so: its users may call this machine by any name.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from ..fleet.access import Holder, Kind
 from ..fleet.devices import UNKNOWN, Caller
 from .middleware.authentication import Identity
 
-bearer = HTTPBearer(auto_error=False)  # read by the middleware; here so that the OpenAPI document names it
+# The middleware reads the header; this names it in the OpenAPI document.
+bearer = HTTPBearer(auto_error=False)
 
 
 async def get_coordinator(request: Request) -> Coordinator:
@@ -44,7 +44,7 @@ async def known_device(identity: TheIdentity) -> Caller:
     if isinstance(identity.caller, Caller):
         return identity.caller
     if identity.failure is None and identity.caller is None:
-        raise NotAuthenticated("send the device's token: Authorization: Bearer <token>; enrolling gives one")
+        raise NotAuthenticated("enrol first, then send the device's token: Authorization: Bearer <token>")
     raise NotAuthenticated(UNKNOWN)
 
 
@@ -72,13 +72,14 @@ def may_look(identity: Identity) -> bool:
 
 
 def own_federation(identity: Identity) -> str | None:
-    """Return the only federation that an operator's token is for; None for all."""
+    """Return the only federation that an operator's token is for, or None if it is for all."""
     return identity.caller.federation if isinstance(identity.caller, Holder) else None
 
 
 def _one_of(kind: Kind, *others: Kind) -> Callable[[Identity, Request], Awaitable[None]]:
-    """Return what raises NotAuthenticated unless the caller has a token of these kinds, for the federation in the
-    call's path."""
+    """Return a dependency that raises NotAuthenticated unless the caller has one of these tokens for the path's
+    federation.
+    """
 
     async def check(identity: TheIdentity, request: Request) -> None:
         _need(identity, request.path_params.get("name"), kind, *others)
@@ -86,7 +87,9 @@ def _one_of(kind: Kind, *others: Kind) -> Callable[[Identity, Request], Awaitabl
     return check
 
 
-admin, enroller, observer = _one_of("admin"), _one_of("enrolment", "admin"), _one_of("observer", "admin")
+admin = _one_of("admin")
+enroller = _one_of("enrolment", "admin")
+observer = _one_of("observer", "admin")
 
 
 async def member(identity: TheIdentity, request: Request) -> None:
@@ -96,7 +99,7 @@ async def member(identity: TheIdentity, request: Request) -> None:
 
 
 async def prospective_member(identity: TheIdentity, request: Request) -> None:
-    """Raise NotAuthenticated unless the caller is a member, or may enrol a device: it reads what it is to join."""
+    """Raise NotAuthenticated unless the caller is a member or may enrol a device."""
     if _is_device_of(identity, request):
         return
     name = request.path_params["name"]
@@ -111,24 +114,24 @@ def _is_device_of(identity: Identity, request: Request) -> bool:
 
 
 def _need(identity: Identity, name: str | None, kind: Kind, *others: Kind) -> None:
-    """Raise NotAuthenticated if a token of this kind is set and the caller has none of these kinds for it."""
+    """Raise NotAuthenticated if this kind is guarded and the caller has no token of these kinds for the federation."""
     if kind not in identity.guarded:
         joins = "enrolment" in (kind, *others) and "enrolment" not in identity.guarded
         if not identity.own_host and not isinstance(identity.caller, Holder) and not joins:
             raise WrongHost(
-                f"without an {kind} token this call is answered under this machine's own names and addresses only, so "
-                f"that no web page makes it in its user's name; call it by its IP address, add this name to "
+                f"without an {kind} token this call is answered under this machine's own names and addresses only, to "
+                f"keep other web pages out; call the coordinator by its IP address, add this name to "
                 f"COORDINATOR_HOSTS, or set COORDINATOR_{kind.upper()}_TOKEN"
             )
         return
     holder = identity.caller
     if not isinstance(holder, Holder) or holder.kind not in (kind, *others):
         raise NotAuthenticated(
-            f"an {kind} token is needed here: set SPARROW_{kind.upper()}_TOKEN, or send Authorization: Bearer <token>"
+            f"this call needs an {kind} token: set SPARROW_{kind.upper()}_TOKEN, or send Authorization: Bearer <token>"
         )
     if not holder.reaches(name):
         raise NotAuthenticated(
-            f"this token is for the federation {holder.federation} alone; use one for this, or for all"
+            f"this token is only for the federation {holder.federation}; use a token for this federation or for all"
         )
 
 

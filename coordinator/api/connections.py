@@ -1,24 +1,23 @@
-"""uvicorn's HTTP protocol with the limits that it lacks, so that no caller takes memory or descriptors without end.
+"""Limits of uvicorn's HTTP protocol, so that no caller takes unlimited memory or descriptors.
 
-    heads           bytes, number of headers, length of the URL (431), and the time in which a head must arrive;
-                    trailers and chunk extensions count like headers
-    connections     of one address and of all; a connection on which a device has shown its token is that device's
-    answers         a caller that does not read its answer is disconnected, and one that goes on sending too slowly
-                    after its answer
+    heads           size, number of headers, length of the URL (431), and the time until a head is complete; trailers
+                    and chunk extensions count like headers
+    connections     per address and in total; a connection on which a device has sent its token counts for the device
+    answers         a caller that does not read its answer, or that sends too slowly after it, is disconnected
 
-The application installs it in its server when it starts (``install``), whether that is ``sparrow serve`` or ``uvicorn
-coordinator.main:app``. ``--timeout-keep-alive`` ends connections that are idle between requests.
+The application installs the limits in its server when it starts (``install``), under ``sparrow serve`` and ``uvicorn
+coordinator.main:app`` alike. ``--timeout-keep-alive`` ends connections that are idle between requests.
 
-uvicorn and asyncio have no settings for these limits, so this module reaches into their internals. A test of an attack
-needs each of these hooks; docs/architecture.md, "Hooks into the server", has what they cost.
+uvicorn and asyncio have no settings for these limits, so this module hooks into their internals. A test of an attack
+needs each hook; docs/architecture.md, "Hooks into the server", has their costs.
 
     LifespanOn.config               replaced protocol, also under plain uvicorn: test_plain_uvicorn_has_the_limits
-    loop.create_server              connections count before their TLS handshake, and are refused before asyncio makes
-                                    anything for them: test_connections_count_before_their_handshake
+    loop.create_server              connections count before their TLS handshake, and are refused before asyncio
+                                    allocates anything: test_connections_count_before_their_handshake
     the parser's callbacks          test_heads_without_end_are_refused, test_heads_that_dribble_are_closed
-    _start_asgi_task, cycle         the answer that is being sent is not always that of the latest request:
+    _start_asgi_task, cycle         the answer being sent is not always that of the latest request:
                                     test_an_answer_to_one_of_many_requests_at_once_ends_with_its_connection
-    timeout_keep_alive_task         a connection whose answer came before the end of its body ends as well:
+    timeout_keep_alive_task         a connection answered before the end of its body ends as well:
                                     test_who_sends_on_what_was_answered_is_disconnected
     ws_protocol_class               an upgrade would leave the limits: test_heads_without_end_are_refused
 """
@@ -53,64 +52,66 @@ from .headers import below_root
 log = logging.getLogger(__name__)
 
 HEAD_SECONDS = 20.0
-"""From the connection, or a request's first byte, to the end of its headers."""
+"""Limit from the connection, or a request's first byte, to the end of its headers."""
 ACCEPTED = 64
-"""Connections that are accepted in one turn of the event loop."""
+"""Connections accepted per turn of the event loop."""
 HEAD_BYTES = 32 * 1024
-"""All headers of a request, with its trailers."""
+"""All headers and trailers of a request."""
 HEADERS = 100
 URL_BYTES = 8 * 1024
 PIPELINED = 1
-"""Requests of one connection that may wait for the answer to the one before."""
+"""Requests of a connection that may wait for an earlier answer."""
 
 PIECE_BYTES = 16 * 1024
-"""What the parser is given of a head at a time: what it gathers between two looks at the limits."""
+"""Bytes of a head that the parser gets at a time; the limits are checked in between."""
 
 DEVICE_CONNECTIONS = 8
-"""Connections that count for a device; its further ones count for their address."""
+"""Connections that count for a device; further ones count for their address."""
 
 CONNECTIONS_PER_SECOND = 20.0
-"""New connections of one address, of which 10 s' worth may come at once: a caller that does not wait for answers could
-have others wait behind thousands that it has left."""
+"""New connections of one address; 10 s' worth may come at once. Without this limit, a caller that abandons thousands of
+connections delays all others."""
 
 RESERVED_FILES = 192
-"""Descriptors that are not for connections: records, models, parts of updates, threads at work."""
+"""Descriptors kept for records, models, parts of updates and threads."""
 SPARE = 32
-"""Connections beyond a limit that are kept for a moment: ``/healthz`` is answered on them, all else refused."""
+"""Connections beyond a limit that are kept briefly, to answer ``/healthz`` and refuse everything else."""
 SPARE_OF_ONE = 4
 SPARE_SECONDS = 2.0
 SPARE_PER_SECOND = SPARE_OF_ONE / SPARE_SECONDS
-"""Of one address, however quickly they end: refusing one in words costs as much as ten that are closed."""
+"""Spare connections of one address: a worded refusal costs as much as closing ten connections."""
 
 STATE = "place"
-"""The key in a request's state under which the application finds its connection's place."""
+"""Key of the connection's ``Place`` in a request's state."""
 
 TOO_LONG = (
-    f"a request's head may have {HEAD_BYTES // 1024} KiB, {HEADERS} headers and a URL of {URL_BYTES // 1024} KiB; send "
-    "fewer and shorter ones"
+    f"the request's head exceeds {HEAD_BYTES // 1024} KiB, {HEADERS} headers or a URL of {URL_BYTES // 1024} KiB; send "
+    "fewer and shorter headers"
 )
 OTHER_LOOP = (
-    "this server does not run on asyncio's own event loop: callers that connect again and again keep all others "
-    "waiting for seconds. Run `sparrow serve`, or `uvicorn coordinator.main:app --loop asyncio`"
+    "the server does not run on asyncio's own event loop, so callers that reconnect all the time delay others by "
+    "seconds. Run `sparrow serve`, or `uvicorn coordinator.main:app --loop asyncio`"
 )
 HOW_TO_RUN = (
-    "this server does not limit heads, connections and slow readers (coordinator.api.connections): anybody can "
-    "exhaust its memory. Run `sparrow serve`, or `uvicorn coordinator.main:app` without --http and --log-level trace"
+    "the server does not limit heads, connections and slow readers, so any caller can exhaust its memory. Run "
+    "`sparrow serve`, or `uvicorn coordinator.main:app` without --http and --log-level trace"
 )
 
 
 class Limits:
-    """The connections of one process, by whom they count for.
+    """Connections of one process, counted per caller.
 
-    proxies: uvicorn's ``forwarded_allow_ips``; their connections are other people's, and are not counted by address.
+    proxies: uvicorn's ``forwarded_allow_ips``; connections of proxies carry other callers and have no limit per
+    address.
     """
 
     def __init__(self, settings: Settings, proxies: str | Sequence[str] | None = None) -> None:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.most = max(files - RESERVED_FILES, files // 2)
-        # However few there are, one address may not take them all.
+        # One address may never take all connections.
         self.of_address = min(settings.address_connections, self.most // 2) or self.most
-        self.patience, self.rate = settings.body_patience_seconds, settings.body_bytes_per_second
+        self.patience = settings.body_patience_seconds
+        self.rate = settings.body_bytes_per_second
         self.open = 0
         self.spare: Counter[str] = Counter()
         self.by_caller: Counter[str] = Counter()
@@ -120,16 +121,16 @@ class Limits:
         self._proxies = _Networks(proxies)
 
     def key(self, host: str | None) -> str | None:
-        """Return what an address is counted under; None for this machine, unless it is limited, and for proxies."""
+        """Return the key that an address is counted under; None for proxies, and for loopback unless it is limited."""
         address = address_key(host)
         if address is None:
             return "loopback" if self._limit_loopback else None
         return None if host in self._proxies else address
 
     def admit(self, peer: object) -> Place | None:
-        """Return the place of a new connection; None: it is to be closed.
+        """Return the place of a new connection, or None if it must be closed.
 
-        peer: the address and port of its other end, or what a unix socket has in their place.
+        peer: the socket's peer name: (address, port, ...), or a string on a unix socket.
         """
         address = self.key(peer[0] if isinstance(peer, tuple) else None)
         full = self.open >= self.most
@@ -138,27 +139,29 @@ class Limits:
         return Place(self, address, _refusal(full)) if self._may_spare(address or "") else None
 
     def _has_enough(self, address: str | None) -> bool:
-        """Return whether an address has as many connections as it may, or makes too many; counts one more made."""
+        """Count one new connection; return whether the address has too many or makes them too often."""
         if address is None:
             return False
         often = self._new is not None and self._new.take(address) > 0
         return often or self.by_caller[address] >= self.of_address
 
     def _may_spare(self, address: str) -> bool:
-        """Return whether a connection beyond a limit may be kept for a moment; counts it as one made."""
+        """Return whether a connection beyond a limit may be kept briefly, and count it for its rate."""
         enough = self.spare.total() >= SPARE or self.spare[address] >= SPARE_OF_ONE
         return not enough and (not address or self._spare_rate.take(address) == 0)
 
 
 class Place:
-    """What a connection counts for, from the moment it is accepted until it is left.
+    """The count of one connection, from accept to ``leave``.
 
-    address: None if it has no limit. refusal: the answer to all calls except ``/healthz`` on a connection beyond a
-    limit, which is kept for a moment.
+    address: None if it has no limit. refusal: the answer to all calls except ``/healthz``, if the connection is beyond
+    a limit.
     """
 
     def __init__(self, limits: Limits, address: str | None, refusal: Response | None) -> None:
-        self._limits, self._address, self.refusal = limits, address, refusal
+        self._limits = limits
+        self._address = address
+        self.refusal = refusal
         self._counts_for: str | None = None
         limits.open += 1
         if refusal is None:
@@ -167,14 +170,14 @@ class Place:
             limits.spare[address or ""] += 1
 
     def belongs_to(self, device_id: str) -> None:
-        """Count the connection for a device, whose token came with a call: many may share an address."""
+        """Count the connection for a device that has sent its token: many devices may share an address."""
         if self._counts_for is not None and self._counts_for == self._address:
             key = f"device {device_id}"
             if self._limits.by_caller[key] < DEVICE_CONNECTIONS:
                 self._count(key)
 
     def leave(self) -> None:
-        """Count the connection no more."""
+        """Stop counting the connection."""
         self._limits.open -= 1
         if self.refusal is not None:
             _less(self._limits.spare, self._address or "")
@@ -189,14 +192,15 @@ class Place:
 
 
 class _Networks:
-    """Addresses and networks, as uvicorn takes them."""
+    """Addresses and networks in uvicorn's notation."""
 
     def __init__(self, text: str | Sequence[str] | None) -> None:
         items = text.split(",") if isinstance(text, str) else text or ()
         self._any = "*" in items
         self._networks = []
         for item in items:
-            with suppress(ValueError):  # a name: of a unix socket, which has no address
+            # The name of a unix socket has no address.
+            with suppress(ValueError):
                 self._networks.append(ipaddress.ip_network(item.strip(), strict=False))
 
     def __contains__(self, host: str | None) -> bool:
@@ -210,28 +214,29 @@ class _Networks:
 
 
 class Acceptor:
-    """Accepts connections, so many in a turn of the event loop, and closes those beyond a limit at once.
+    """Accept up to ``ACCEPTED`` connections per turn of the event loop, and close those beyond a limit at once.
 
-    A caller that connects again and again makes thousands a second. For each, asyncio makes a task, a transport and a
-    protocol before anybody is asked, in 0.2 ms; to close it here takes a tenth of that. And asyncio accepts all that
-    wait in one turn, uvloop one.
+    asyncio creates a task, a transport and a protocol for each connection before any limit applies (0.2 ms); closing it
+    here takes a tenth of that. asyncio also accepts all waiting connections in one turn.
     """
 
     def __init__(self, limits: Limits, make: Callable[[], asyncio.Protocol], **secured: Any) -> None:
-        self._limits, self._make, self._secured = limits, make, secured
+        self._limits = limits
+        self._make = make
+        self._secured = secured
         self._loop = asyncio.get_running_loop()
         self._let_in = set[asyncio.Task[None]]()
 
     def start(self, server: asyncio.Server, backlog: int) -> None:
-        """Accept on the sockets of a server that does not, until it is closed."""
+        """Accept on the sockets of a server that was created with ``start_serving=False``, until it is closed."""
         for each in server.sockets:
             with _borrowed(each) as listener:
                 listener.listen(backlog)
             self._go_on(each)
 
     def _go_on(self, bound: Any) -> None:
-        if bound.fileno() >= 0:
-            # It is not closed.
+        is_open = bound.fileno() >= 0
+        if is_open:
             self._loop.add_reader(bound.fileno(), self._accept, bound)
 
     def _accept(self, bound: Any) -> None:
@@ -242,7 +247,7 @@ class Acceptor:
                 except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                     return
                 except OSError as error:
-                    log.error("no connection can be accepted for a second: %s", error)
+                    log.error("connections cannot be accepted, retrying in a second: %s", error)
                     self._loop.remove_reader(bound.fileno())
                     self._loop.call_later(1.0, self._go_on, bound)
                     return
@@ -262,8 +267,8 @@ class Acceptor:
         try:
             await self._loop.connect_accepted_socket(lambda: new, connection, **self._secured, **soon)
         except OSError as error:
-            # What breaks before it has begun is a TLS handshake.
-            log.debug("a connection was not made: %s", error)
+            # Only a TLS handshake can fail here.
+            log.debug("a TLS handshake failed: %s", error)
             connection.close()
         finally:
             if new.transport is None:
@@ -272,7 +277,7 @@ class Acceptor:
 
 @contextmanager
 def _borrowed(bound: Any) -> Iterator[socket.socket]:
-    """Give the socket of one that asyncio has, which is not closed with it."""
+    """Context manager: a socket object on asyncio's descriptor, detached on exit."""
     borrowed = socket.socket(bound.family, bound.type, bound.proto, fileno=bound.fileno())
     borrowed.setblocking(False)
     try:
@@ -282,9 +287,9 @@ def _borrowed(bound: Any) -> Iterator[socket.socket]:
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """One connection within the limits. ``limits`` is set by ``install``.
+    """One connection within ``limits``, which ``install`` sets.
 
-    place: set by the ``Acceptor``; on a unix socket, where there is none, taken when the connection is made.
+    place: set by the ``Acceptor``; taken in ``connection_made`` on a unix socket, which has none.
     """
 
     limits: ClassVar[Limits]
@@ -292,22 +297,26 @@ class LimitedConnection(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.ws_protocol_class = None  # there is no web socket here, and its protocol has none of these limits
+        # The web socket protocol has none of these limits.
+        self.ws_protocol_class = None
         self.place: Place | None = None
         self._limit: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._ended = False
-        self._head_bytes = self._header_count = self._unparsed = 0
+        self._head_bytes = 0
+        self._header_count = 0
+        self._unparsed = 0
         self._in_body = False
         self._answering: RequestResponseCycle | None = None
-        self._received = self._received_before = 0
+        self._received = 0
+        self._received_before = 0
         self._unsent = 0
         self._resumed = False
 
     # --- connections ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        """Start the limit for the head of the first request; a connection without a place is closed."""
+        """Start the time limit of the first head; close a connection without a place."""
         self.place = self.place or self.limits.admit(transport.get_extra_info("peername"))
         if self.place is None:
             transport.abort()
@@ -320,7 +329,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._watch = self.loop.call_later(self.limits.patience, self._check_progress)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the limits, leave the place, and have an answer that is being sent go nowhere."""
+        """Cancel the limits, leave the place, and discard the rest of the answer."""
         if self.place is None:
             return
         self._have_head()
@@ -333,10 +342,11 @@ class LimitedConnection(HttpToolsProtocol):
     # --- heads ---------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Give the parser what has come, in pieces, and look at what it has gathered after each."""
+        """Feed the parser in pieces, and check the limits after each."""
         self._received += len(data)
         if self.timeout_keep_alive_task is not None and not self._in_body:
-            self._await_head()  # empty lines may come before a request, and are no first byte
+            # Empty lines may precede a request, and do not count as its first byte.
+            self._await_head()
         size = len(data) if self._in_body else PIECE_BYTES
         for start in range(0, len(data), size):
             if self._ended or self.transport.is_closing():
@@ -344,21 +354,24 @@ class LimitedConnection(HttpToolsProtocol):
             piece = data[start : start + size]
             self._unparsed += len(piece)
             super().data_received(piece)
-            if self._unparsed > HEAD_BYTES and not self._ended:  # one header, or chunk extension, without end
+            # A single header or chunk extension may be endless.
+            if self._unparsed > HEAD_BYTES and not self._ended:
                 self._refuse()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer 431 where that is the reason why the parser has stopped."""
+        """Answer 431 if a limit of the head stopped the parser."""
         if self._ended:
             self._refuse()
         else:
             super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
-        """Start the limits at a request's first byte; an idle connection has another limit."""
+        """Start the limits at a request's first byte."""
         super().on_message_begin()
         self.scope["state"][STATE] = self.place
-        self._head_bytes = self._header_count = self._unparsed = 0
+        self._head_bytes = 0
+        self._header_count = 0
+        self._unparsed = 0
         self._await_head()
 
     def on_url(self, url: bytes) -> None:
@@ -379,7 +392,7 @@ class LimitedConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Cancel the limit of time, since the head has arrived."""
+        """Cancel the time limit of the head."""
         self._have_head()
         self._unparsed = 0
         if len(self.pipeline) >= PIPELINED:
@@ -388,12 +401,12 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Note that the body goes on."""
+        """Note that the body continues."""
         self._unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that the request is whole."""
+        """Note the end of the request; if it was answered before, start the keep-alive timeout."""
         self._in_body = False
         self._unparsed = 0
         super().on_message_complete()
@@ -404,7 +417,7 @@ class LimitedConnection(HttpToolsProtocol):
             )
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Note which request is answered: uvicorn's ``cycle`` is the latest, which may wait behind it."""
+        """Note which request is being answered: uvicorn's ``cycle`` is the latest request."""
         self._answering = cycle
         super()._start_asgi_task(cycle, app)
 
@@ -418,17 +431,17 @@ class LimitedConnection(HttpToolsProtocol):
             self._limit = None
 
     def _give_up(self) -> None:
-        log.info("a connection from %s was closed: no whole request head in time", self.client)
+        log.info("connection from %s closed: no complete request head in time", self.client)
         self._ended = True
         self.transport.close()
 
     def _stop(self) -> None:
-        """Have the parser stop: it answers with ``send_400_response``."""
+        """Make the parser stop and call ``send_400_response``."""
         self._ended = True
         raise TooLarge(TOO_LONG)
 
     def _refuse(self) -> None:
-        """Answer 431 and close; where an earlier request is being answered, close."""
+        """Answer 431 and close; only close if an earlier request is being answered."""
         self._ended = True
         self._have_head()
         if self._stop_answer():
@@ -442,7 +455,7 @@ class LimitedConnection(HttpToolsProtocol):
     # --- answers -------------------------------------------------------------------------------------------------
 
     def _stop_answer(self) -> bool:
-        """Have the answer that is being sent go nowhere from now on; return whether some of it was sent."""
+        """Discard the rest of the current answer; return whether a part of it was sent."""
         answering = self._answering
         if answering is None or answering.response_complete:
             return False
@@ -456,33 +469,35 @@ class LimitedConnection(HttpToolsProtocol):
         super().resume_writing()
 
     def _check_progress(self) -> None:
-        """Disconnect a caller that has read too little of its answer, or sent too little of a body that is answered."""
+        """Disconnect a caller that reads its answer, or sends the body of an answered request, too slowly."""
         least = self.limits.patience * self.limits.rate
-        unsent = self.transport.get_write_buffer_size()
-        unsent = unsent + _unacknowledged(self.transport) if unsent and not self._resumed else 0
+        buffered = self.transport.get_write_buffer_size()
+        unsent = buffered + _unacknowledged(self.transport) if buffered and not self._resumed else 0
         reads = not unsent or not self._unsent or self._unsent - unsent >= least
         answered = self._in_body and self.cycle is not None and self.cycle.response_complete
         sends = not answered or self._received - self._received_before >= least
         if not reads or not sends:
-            log.info("a connection from %s was closed: it neither reads nor sends", self.client)
+            log.info("connection from %s closed: it neither reads nor sends", self.client)
             self.transport.abort()
             return
-        self._unsent, self._resumed, self._received_before = unsent, False, self._received
+        self._unsent = unsent
+        self._resumed = False
+        self._received_before = self._received
         self._watch = self.loop.call_later(self.limits.patience, self._check_progress)
 
 
 def _refusal(full: bool) -> Response:
-    """Return the answer on a connection beyond a limit. full: it is that of all connections, not of one address."""
+    """Return the answer on a connection beyond a limit. full: whether it is the limit of all connections."""
     if full:
-        refusal = problem(503, "Unavailable", "this coordinator has as many connections as it can; try again later")
+        refusal = problem(503, "Unavailable", "the coordinator has too many connections; try again later")
     else:
-        refusal = problem(429, "TooManyRequests", "too many connections from here; close some, or wait")
+        refusal = problem(429, "TooManyRequests", "too many connections from this address; close some, or wait")
     refusal.headers.update({"Retry-After": "5", "Connection": "close"})
     return refusal
 
 
 def _only_health(app: ASGIApp, refusal: Response) -> ASGIApp:
-    """Return an application that answers ``/healthz`` and refuses all else."""
+    """Return an application that answers ``/healthz`` and refuses every other call."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         known = below_root(scope)["path"] == "/healthz"
@@ -492,11 +507,11 @@ def _only_health(app: ASGIApp, refusal: Response) -> ASGIApp:
 
 
 def install(receive: Receive, settings: Settings) -> None:
-    """Have uvicorn make connections with these limits; log a warning on another server, protocol or event loop.
+    """Make uvicorn use these limits; log a warning on another server, protocol or event loop.
 
-    receive: the one that the server handed to the application for its lifespan.
+    receive: the lifespan's ``receive``, a method of uvicorn's ``LifespanOn``.
     """
-    # It is a method of uvicorn's ``LifespanOn``, whose configuration is read again for each connection.
+    # uvicorn reads the configuration of ``LifespanOn`` again for each connection.
     config = getattr(getattr(receive, "__self__", None), "config", None)
     if isinstance(config, uvicorn.Config) and config.http_protocol_class is HttpToolsProtocol:
         limits = Limits(settings, config.forwarded_allow_ips if config.proxy_headers else None)
@@ -508,7 +523,7 @@ def install(receive: Receive, settings: Settings) -> None:
 
 
 def _accept_within(limits: Limits) -> None:
-    """Have this loop's servers accept connections by an ``Acceptor``; log a warning on a loop that could not."""
+    """Make this loop's servers accept connections with an ``Acceptor``; log a warning on other loops."""
     loop = asyncio.get_running_loop()
     if not isinstance(loop, asyncio.SelectorEventLoop):
         log.warning("%s", OTHER_LOOP)
@@ -527,14 +542,14 @@ def _accept_within(limits: Limits) -> None:
 
 
 def _less(counter: Counter[str], key: str) -> None:
-    """Count one less, and keep no zeros: there would be one for each caller ever."""
+    """Decrement a counter; drop zeros, of which there would be one per caller."""
     counter[key] -= 1
     if counter[key] <= 0:
         del counter[key]
 
 
 def _unacknowledged(transport: asyncio.Transport) -> int:
-    """Return the bytes that the kernel holds of what was sent: it takes some at a time, long before they are read."""
+    """Return the number of sent bytes in the kernel that the peer has not acknowledged yet."""
     with suppress(OSError, AttributeError, TypeError):
         number = transport.get_extra_info("socket").fileno()
         found: int = struct.unpack("i", fcntl.ioctl(number, termios.TIOCOUTQ, b"\0" * 4))[0]

@@ -1,11 +1,11 @@
-"""The calls of a device-round: a device asks for work, gets its payload, and sends its update.
+"""Calls of a device's round: ask for work, download the payload, send the update.
 
-    GET /v1/federations/{name}/assignment      answered when there is work, with its payload where that is small
-    GET /v1/assignments/{id}/payload           of a large one
-    PUT /v1/assignments/{id}/update            answered with the next work, if there is any already
+    GET /v1/federations/{name}/assignment      answered when there is work, with its payload if that is small
+    GET /v1/assignments/{id}/payload           a large payload
+    PUT /v1/assignments/{id}/update            answered with the next work, if there is any
 
-A caller that accepts ``ASSIGNMENT_TYPE`` is answered with one line of JSON and the payload's bytes after it; any other
-with JSON alone, and it asks for the payload. Calls that come together are done together (``threads.Batches``).
+A caller that accepts ``ASSIGNMENT_TYPE`` gets one line of JSON followed by the payload's bytes; any other gets JSON and
+requests the payload. Simultaneous calls are handled in batches (``threads.Batches``).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ..rounds.dispatch import Ask
 from .access import KnownDevice, TheCoordinator
 
 log = logging.getLogger(__name__)
-# Its answers are not compressed: a fleet that asks often would cost the coordinator more than it saves the network.
+# Compressing these frequent answers would cost the coordinator more than the network saves.
 router = APIRouter(prefix="/v1", tags=["devices"])
 
 LARGEST_BROUGHT = 256 * 1024
-"""The largest payload, in bytes, that comes with its assignment: one that breaks on its way comes again as a whole."""
+"""Largest payload, in bytes, sent with its assignment: such a download cannot resume."""
 JSON = "application/json"
 
 
 class Holding(BaseModel):
-    """The query of a device that says what it holds."""
+    """Query: the mask and model that a device holds."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -50,7 +50,7 @@ class Holding(BaseModel):
 
 
 class Asking(Holding):
-    """The query of a device that asks for work."""
+    """Query of a device that asks for work."""
 
     wait: float = Field(default=0.0, ge=0, le=600, description="Longest wait for work, s")
 
@@ -79,11 +79,12 @@ async def get_assignment(
     asking: Annotated[Asking, Query()],
     upload_cost: Cost = None,
 ) -> Response:
-    """Ask for work, waiting up to ``wait`` seconds (long poll), or until this device asks once more.
+    """Ask for work; wait up to ``wait`` seconds (long poll) or until this device asks again.
 
-    A caller that accepts it gets a small payload with it: one line of JSON, then the payload's bytes."""
+    A caller that accepts it gets a small payload as well: one line of JSON, then the payload's bytes.
+    """
     if name != device.federation:
-        raise NotAllowed(f"this device is not enrolled in {name}; enrol there first")
+        raise NotAllowed(f"this device is not enrolled in {name}; enrol it there first")
     _note_upload_cost(coordinator, device.device_id, upload_cost)
     loop = asyncio.get_running_loop()
     until = loop.time() + min(asking.wait, coordinator.settings.max_wait_seconds)
@@ -96,7 +97,8 @@ async def get_assignment(
             if not known:
                 work = await coordinator.asking.run(ask)
                 if work.was_away:
-                    coordinator.fact_recorded()  # a round may open
+                    # With the device back, a round may open.
+                    coordinator.fact_recorded()
                 if work.assignment is not None:
                     text = work.assignment.model_dump_json()
                     return _answer(request, coordinator, device, 200, text, work.payload, renew)
@@ -137,9 +139,11 @@ async def put_update(
     holding: Annotated[Holding, Query()],
     upload_cost: Cost = None,
 ) -> Response:
-    """Send an update: a bundle for ``train``, JSON for every other kind; with ``Content-Range``, the rest of one.
+    """Send an update: a bundle for ``train``, JSON for other kinds; with ``Content-Range``, the rest of a broken
+    upload.
 
-    A caller that accepts it gets its next work, if there is any, with a small payload, as ``get_assignment`` gives."""
+    A caller that accepts it gets its next work, if there is any, as from ``get_assignment``.
+    """
     _note_upload_cost(coordinator, device.device_id, upload_cost)
     media_type = request.headers.get("content-type", "").split(";")[0].strip()
     goes_on = _accepts_work(request)
@@ -171,7 +175,7 @@ def _answer(
     payload: Packed | None,
     headers: dict[str, str],
 ) -> Response:
-    """Return an answer with an assignment, and its payload where that is small and the caller takes it."""
+    """Return an assignment, with its payload if that is small and the caller accepts it."""
     line = text.encode()
     small = payload is not None and len(payload.body) <= LARGEST_BROUGHT
     if payload is None or not (small and _accepts_work(request) and coordinator.downloads.has_room(payload.body)):
@@ -188,7 +192,6 @@ def _answer(
 
 
 def _accepts_work(request: Request) -> bool:
-    """Return whether a caller takes an assignment with its payload."""
     return request.headers.get("accept") == ASSIGNMENT_TYPE
 
 
@@ -197,11 +200,10 @@ def _renewal(coordinator: Coordinator, device: Caller) -> dict[str, str]:
 
 
 def _note_upload_cost(coordinator: Coordinator, device_id: str, text: str | None) -> None:
-    """Keep what a device says that its last upload cost."""
     if text is None:
         return
     try:
         coordinator.costs.note(device_id, UploadCost.model_validate_json(text))
     except ValidationError:
-        # Telemetry must never keep a device from its work.
-        log.warning("device %s sent a Sparrow-Upload-Cost that cannot be read", device_id)
+        # Invalid telemetry must not stop a device.
+        log.warning("device %s sent an invalid Sparrow-Upload-Cost header", device_id)

@@ -39,7 +39,7 @@ router = APIRouter(prefix="/v1", tags=["devices"], route_class=PackedRoute)
 
 @router.post("/federations/{name}/devices", status_code=201, dependencies=[EnrollerOnly])
 async def enrol(name: str, request: Enrol, coordinator: TheCoordinator, identity: TheIdentity) -> Enrolled:
-    """Enrol a device: it gets an id and a secret token."""
+    """Enrol a device; return its id and secret token."""
     holder = identity.caller
     counted = holder.token_id if isinstance(holder, Holder) and holder.kind == "enrolment" else None
     enrolled = await coordinator.writers.run(coordinator.devices.enrol, name, request, counted)
@@ -53,13 +53,13 @@ def list_devices(
     coordinator: TheCoordinator,
     response: Response,
     search: Annotated[str, Query(max_length=200, description="Part of the name or board")] = "",
-    device: Annotated[str | None, Query(max_length=64, description="The whole name of one")] = None,
+    device: Annotated[str | None, Query(max_length=64, description="Exact name of one device")] = None,
     doing: Doing | None = None,
     order: Order = "name",
     offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
-    limit: Annotated[int | None, Query(ge=1, le=100_000, description="All where left out")] = None,
+    limit: Annotated[int | None, Query(ge=1, le=100_000, description="All if omitted")] = None,
 ) -> list[DeviceInfo]:
-    """Return the devices of a federation, with the budget of each, and its work or the reason why it does not train.
+    """Return the devices of a federation with their budgets, and the work of each or the reason why it does not train.
 
     The header ``Sparrow-Total`` has the number of devices on all pages.
     """
@@ -72,9 +72,9 @@ def list_devices(
 def device_states(
     name: str,
     coordinator: TheCoordinator,
-    most: Annotated[int, Query(ge=1, le=100_000, description="Devices, in natural order of their names")] = 10_000,
+    most: Annotated[int, Query(ge=1, le=100_000, description="Most devices, in natural order of their names")] = 10_000,
 ) -> DeviceStates:
-    """Return the name of each device and what it is doing, for a map of all of them."""
+    """Return the name and activity of each device, for a map of all devices."""
     return coordinator.device_lists.states(name, most)
 
 
@@ -82,17 +82,18 @@ def device_states(
 def get_device(
     device_id: str,
     coordinator: TheCoordinator,
-    most: Annotated[int, Query(ge=1, le=10_000, description="Pieces of work, the newest first")] = 200,
+    most: Annotated[int, Query(ge=1, le=10_000, description="Most pieces of work, the newest first")] = 200,
 ) -> DeviceHistory:
-    """Return a device, and what it did: accuracy, loss, seconds, bytes and joules of each piece of work, and why some
-    came to nothing."""
+    """Return a device and its history: accuracy, loss, seconds, bytes and joules of each piece of work, or why it
+    failed.
+    """
     return coordinator.device_lists.history(device_id, most)
 
 
 async def _itself(device_id: str, identity: TheIdentity) -> bool:
     """Return whether the device itself is calling; any other caller must be an admin. Raises NotAuthenticated.
 
-    A token that is nobody's is refused, also where anybody may do it: its holder thinks that it is known.
+    An invalid token is refused even if the call needs none, so that its holder notices.
     """
     if isinstance(identity.caller, Caller) and identity.caller.device_id == device_id:
         return True
@@ -110,7 +111,7 @@ async def change_device(
     identity: TheIdentity,
     itself: Annotated[bool, Depends(_itself)],
 ) -> None:
-    """Change a device: it changes its own budget and conditions, an admin those of any device, and revokes it."""
+    """Change a device. It may change its own budget and conditions; an admin may change or revoke any device."""
     if change.revoked and itself:
         check_admin(identity)
     coordinator.found_nothing.forget(device_id)
@@ -122,22 +123,22 @@ async def change_device(
 async def rotate_token(
     device_id: str, device: KnownDevice, coordinator: TheCoordinator, request: RenewToken
 ) -> NewToken:
-    """Return a new token for the calling device. Its old one is valid until the new one is used for the first time."""
+    """Return a new token for the calling device. The old one stays valid until the new one is first used."""
     if device_id != device.device_id:
-        raise NotAllowed("a device renews only its own token")
+        raise NotAllowed("a device may renew only its own token; check the device id")
     return await coordinator.writers.run(coordinator.devices.rotate, device_id, request.enrolment_key)
 
 
 @router.post("/assignments/{assignment_id}/heartbeat", status_code=204)
 def heartbeat(assignment_id: str, device: KnownDevice, coordinator: TheCoordinator) -> None:
-    """Report that the device still works on an assignment. 409: the assignment is closed."""
-    # That the device was seen is noted by the middleware.
+    """Report that the device still works on an assignment. 409 if the assignment is closed."""
+    # The middleware notes that the device was seen.
     coordinator.dispatch.check_open(assignment_id, device.device_id)
 
 
 @router.delete("/assignments/{assignment_id}", status_code=204)
 async def hand_back(assignment_id: str, device: KnownDevice, coordinator: TheCoordinator, request: HandBack) -> None:
-    """Hand an assignment back, with a reason."""
+    """Return an assignment unfinished, with a reason."""
     await coordinator.writers.run(coordinator.dispatch.hand_back, assignment_id, device.device_id, request.reason)
     coordinator.fact_recorded()
 
@@ -149,6 +150,6 @@ def get_received(
     coordinator: TheCoordinator,
     sha256: Annotated[str, Query(pattern="^[0-9a-f]{64}$", description="Digest of the update")],
 ) -> UpdateReceived:
-    """Return how much of an interrupted update has arrived: the rest is sent with ``Content-Range``."""
+    """Return the number of bytes received of an interrupted update; send the rest with ``Content-Range``."""
     coordinator.acceptance.check_owner(assignment_id, device.device_id)
     return UpdateReceived(received=coordinator.uploads.received(assignment_id, sha256))

@@ -1,7 +1,5 @@
-"""The OpenAPI document: what FastAPI makes of the routes, with what it cannot know of them.
-
-Schemas that a route brings with its body are put where ``$ref`` finds them; answers that are files have their media
-types; and every call says that what goes wrong is a problem document (``problems``), with its status.
+"""The OpenAPI document: FastAPI's, completed with schemas of bodies that handlers read themselves, media types of
+files, and problem documents (``calls.problems``) for every error status.
 """
 
 from __future__ import annotations
@@ -15,16 +13,16 @@ from sparrow.protocol.messages import CreateFederation, Problem
 from ..calls.problems import MEDIA_TYPE, STATUS
 
 FILES = ("get_payload", "get_model", "get_model_onnx", "get_frozen", "get_first", "get_fast_step", "get_graph")
-"""Calls that are answered with a file."""
+"""Calls answered with a file."""
 TEXTS = {"get_events": "text/event-stream", "metrics": "text/plain; version=0.0.4; charset=utf-8"}
-"""Calls that are answered with text that is no JSON."""
-MANIFEST = "The manifest of the model; sparrow/protocol/manifest.py has its fields"
+"""Calls answered with text other than JSON."""
+MANIFEST = "Manifest of the model; sparrow/protocol/manifest.py lists its fields"
 OPEN = ("healthz",)
-"""Calls that need no token whatever the coordinator's settings."""
+"""Calls that never need a token."""
 
 
 def complete(document: dict[str, Any]) -> dict[str, Any]:
-    """Return FastAPI's document of the coordinator, completed in place."""
+    """Complete FastAPI's document in place, and return it."""
     schemas = document["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
@@ -46,7 +44,7 @@ def complete(document: dict[str, Any]) -> dict[str, Any]:
         "token": {
             "type": "http",
             "scheme": "bearer",
-            "description": "Of a device (the answer to its enrolment has it) or an operator (sparrow token create)",
+            "description": "Token of a device (from its enrolment) or of an operator (sparrow token create)",
         }
     }
     for path in document["paths"].values():
@@ -56,7 +54,8 @@ def complete(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _complete_call(call: dict[str, Any]) -> None:
-    name, answers = call["operationId"], call["responses"]
+    name = call["operationId"]
+    answers = call["responses"]
     if name in FILES:
         answers["200"]["content"] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     elif name in TEXTS:

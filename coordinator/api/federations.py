@@ -59,7 +59,7 @@ JSON_TYPE = "application/json"
 
 
 def _body(media_type: str, schema: dict[str, str]) -> dict[str, Any]:
-    """Return what the OpenAPI document says of a body that the handler reads itself."""
+    """Return the OpenAPI entry of a body that the handler reads itself."""
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 
@@ -67,7 +67,7 @@ A_FILE = _body(checkpoint.MEDIA_TYPE, {"type": "string", "format": "binary"})
 
 
 async def _read(request: Request, media_type: str, what: str, limit: int) -> bytes:
-    """Return the body. Raises WrongMediaType, and what ``read_body`` raises."""
+    """Return the body. Raises WrongMediaType, and the errors of ``read_body``."""
     sent = request.headers.get("content-type", "").split(";")[0].strip()
     if sent != media_type:
         raise WrongMediaType(f"send {what} as {media_type}, not {sent!r}")
@@ -81,7 +81,7 @@ async def _read(request: Request, media_type: str, what: str, limit: int) -> byt
     openapi_extra=_body(JSON_TYPE, {"$ref": "#/components/schemas/CreateFederation"}),
 )
 async def create_federation(request: Request, coordinator: TheCoordinator) -> FederationInfo:
-    """Create a federation of a task whose model the coordinator knows."""
+    """Create a federation of a built-in task."""
     body = await _read(request, JSON_TYPE, "name, task and settings", LARGEST_REQUEST)
     with callers_data():
         wanted = CreateFederation.model_validate_json(body)
@@ -90,13 +90,13 @@ async def create_federation(request: Request, coordinator: TheCoordinator) -> Fe
 
 @settings_router.post("", dependencies=[AdminOnly])
 def complete_settings(settings: FederationSettings) -> FederationSettings:
-    """Return settings with all of the method's own ones, as a federation that is created with them has them."""
+    """Return settings completed with the defaults of their method, as a new federation would have them."""
     return completed(settings)
 
 
 @router.post("/from-model", status_code=201, dependencies=[AdminOnly], openapi_extra=A_FILE)
 async def publish_model(request: Request, coordinator: TheCoordinator) -> FederationInfo:
-    """Create a federation of one's own model: a checkpoint with manifest, graphs, and name and settings as its note."""
+    """Create a federation of a custom model: a checkpoint with manifest and graphs; its note has name and settings."""
     most = coordinator.settings.max_model_bytes
     body = await _read(request, checkpoint.MEDIA_TYPE, "the model", most)
     return await coordinator.publishing.run(coordinator.publisher.publish, body, most)
@@ -104,7 +104,7 @@ async def publish_model(request: Request, coordinator: TheCoordinator) -> Federa
 
 @router.get("", dependencies=[ObserverOnly])
 def list_federations(coordinator: TheCoordinator) -> list[FederationInfo]:
-    """Return every federation of this coordinator."""
+    """Return all federations of this coordinator."""
     return coordinator.federations.list()
 
 
@@ -116,9 +116,10 @@ def get_federation(name: str, coordinator: TheCoordinator) -> FederationInfo:
 
 @router.patch("/{name}", dependencies=[AdminOnly])
 async def change_federation(name: str, change: ChangeFederation, coordinator: TheCoordinator) -> FederationInfo:
-    """Pause, resume, stop or reopen a federation, or go back to an older model.
+    """Pause, resume, stop or reopen a federation, or roll back to an older model.
 
-    Deadline, cohort and rounds change from the next round on."""
+    Deadline, cohort and rounds change from the next round on.
+    """
     info = await coordinator.writers.run(coordinator.federations.change, name, change)
     coordinator.fact_recorded()
     coordinator.wake()
@@ -127,13 +128,13 @@ async def change_federation(name: str, change: ChangeFederation, coordinator: Th
 
 @router.post("/{name}/comparison", dependencies=[ProspectiveMemberOnly])
 def compare_federation(name: str, wanted: CompareFederation, coordinator: TheCoordinator) -> FederationInfo:
-    """Return the federation if it is the one that the caller would publish; 409 with the differences if not."""
+    """Return the federation if it is the one that the caller would publish; otherwise 409 with the differences."""
     return coordinator.publisher.compare(name, wanted)
 
 
 @router.delete("/{name}", status_code=204, dependencies=[AdminOnly])
 async def delete_federation(name: str, coordinator: TheCoordinator) -> None:
-    """Delete a federation that is waiting, finished or stopped, with its records, devices and models."""
+    """Delete a waiting, finished or stopped federation with its records, devices and models."""
     await coordinator.writers.run(coordinator.federations.delete, name)
     coordinator.devices.forget()
     coordinator.tokens.forget()
@@ -145,14 +146,14 @@ async def delete_federation(name: str, coordinator: TheCoordinator) -> None:
 def get_rounds(
     name: str, coordinator: TheCoordinator, format: Literal["json", "csv"] = "json"
 ) -> list[RoundRecord] | Response:
-    """Return a record per round, as JSON or CSV."""
+    """Return one record per round, as JSON or CSV."""
     records = coordinator.records.rounds(name)
     return records if format == "json" else Response(_csv(records), media_type="text/csv")
 
 
 @router.get("/{name}/rounds/{number}/reports", dependencies=[ObserverOnly])
 def get_reports(name: str, number: int, coordinator: TheCoordinator) -> list[DeviceReport]:
-    """Return the reports of a round's devices: on training, and on the evaluation that followed it."""
+    """Return the reports of a round's devices on training and on the following evaluation."""
     return coordinator.records.reports(name, number)
 
 
@@ -163,14 +164,15 @@ async def get_open_work(
     request: Request,
     wait: Annotated[float, Query(ge=0, le=600, description="Longest wait for a change, s")] = 0.0,
 ) -> Response:
-    """Return the open assignments; with ``If-None-Match`` and ``wait``, when they have changed (long poll)."""
-    loop, poll = asyncio.get_running_loop(), LongPoll(request.receive)
+    """Return the open assignments; with ``If-None-Match`` and ``wait``, once they have changed (long poll)."""
+    loop = asyncio.get_running_loop()
+    poll = LongPoll(request.receive)
     until = loop.time() + min(wait, coordinator.settings.max_wait_seconds)
     try:
         while True:
             moved = coordinator.moved.next()
             work = await run_in_threadpool(coordinator.open_assignments.list, name)
-            # Without times that change while nothing does: when the coordinator looked, and last heard of a device.
+            # These times change with every request, so they must not change the ETag.
             lasting = work.model_dump_json(exclude={"at": True, "assignments": {"__all__": {"heard_at"}}})
             headers = {"ETag": f'"{hashlib.sha256(lasting.encode()).hexdigest()}"'}
             if request.headers.get("if-none-match") != headers["ETag"]:
@@ -197,14 +199,15 @@ def _csv(records: list[RoundRecord]) -> str:
 
 @router.get("/{name}/overview", dependencies=[ObserverOnly])
 def get_overview(name: str, coordinator: TheCoordinator, identity: TheIdentity) -> Overview:
-    """Return an overview of bounded size: the rounds in a few points, the devices counted."""
+    """Return an overview of bounded size: rounds merged into a few points, and counts of devices."""
     return seen_by(identity, coordinator.overviews.look(name))
 
 
 @router.get("/{name}/events", dependencies=[ObserverOnly])
 async def get_events(name: str, coordinator: TheCoordinator, request: Request) -> StreamingResponse:
-    """Stream server-sent events ``overview``: first the whole, then the changes whenever there are any."""
-    await run_in_threadpool(coordinator.federations.get, name)  # 404 before the stream begins
+    """Stream server-sent events ``overview``: first the whole overview, then its changes."""
+    # Answer 404 before the stream begins.
+    await run_in_threadpool(coordinator.federations.get, name)
 
     async def admit() -> Identity:
         identity = await identify(coordinator, request.scope)
@@ -224,7 +227,7 @@ async def get_events(name: str, coordinator: TheCoordinator, request: Request) -
 def make_join_link(
     name: str, wanted: MakeJoinLink, coordinator: TheCoordinator, request: Request, response: Response
 ) -> JoinLink:
-    """Return the link with which a browser becomes a device of a federation, and its QR code."""
+    """Return a link that turns a browser into a device of the federation, and its QR code."""
     response.headers["Cache-Control"] = "no-store"
     server = str(request.base_url) if wanted.server is None else wanted.server
     return links.make(coordinator.federations.get(name), server, wanted.token, coordinator.tokens)
@@ -232,14 +235,14 @@ def make_join_link(
 
 @router.get("/{name}/manifest", dependencies=[ProspectiveMemberOnly])
 def get_manifest(name: str, coordinator: TheCoordinator) -> Response:
-    """Return the manifest of the federation's model, whose SHA-256 is ``manifest_digest``."""
-    as_it_is = {"Cache-Control": "no-transform"}
-    return Response(coordinator.served.manifest(name).text, media_type="application/json", headers=as_it_is)
+    """Return the manifest of the federation's model; its SHA-256 is ``manifest_digest``."""
+    unchanged = {"Cache-Control": "no-transform"}
+    return Response(coordinator.served.manifest(name).text, media_type="application/json", headers=unchanged)
 
 
 @router.get("/{name}/publication", dependencies=[ProspectiveMemberOnly])
 def get_publication(name: str, coordinator: TheCoordinator) -> Published:
-    """Return the signed publication of the federation's model; 404 without one."""
+    """Return the signed publication of the federation's model; 404 if it is not signed."""
     return coordinator.served.publication(name)
 
 
@@ -249,16 +252,16 @@ def get_model(
     coordinator: TheCoordinator,
     request: Request,
     version: Annotated[
-        int | None, Query(ge=0, lt=2**31, description="One that is kept; the newest where left out")
+        int | None, Query(ge=0, lt=2**31, description="Number of a kept model; the newest if omitted")
     ] = None,
 ) -> Response:
-    """Return the global model: a safetensors file with tensors by name."""
+    """Return the global model as a safetensors file with tensors by name."""
     return ranged(request, coordinator.served.model(name, version), checkpoint.MEDIA_TYPE)
 
 
 @router.patch("/{name}/model", dependencies=[AdminOnly], openapi_extra=A_FILE)
 async def replace_model(name: str, request: Request, coordinator: TheCoordinator) -> FederationInfo:
-    """Replace the model's graphs, between rounds: a checkpoint of manifest and graphs, whose tensors are the same."""
+    """Replace the model's graphs between rounds: a checkpoint of manifest and graphs with the same tensors."""
     body = await _read(request, checkpoint.MEDIA_TYPE, "manifest and graphs", coordinator.settings.max_model_bytes)
     info = await coordinator.publishing.run(coordinator.publisher.replace_model, name, body)
     coordinator.fact_recorded()
@@ -268,15 +271,16 @@ async def replace_model(name: str, request: Request, coordinator: TheCoordinator
 
 @router.get("/{name}/models", dependencies=[ObserverOnly])
 def list_models(name: str, coordinator: TheCoordinator) -> list[ModelInfo]:
-    """Return the global models that are kept, oldest first: a rollback can go back to these."""
+    """Return the kept global models, oldest first, to which the federation can be rolled back."""
     return coordinator.served.models(name)
 
 
 @router.post("/{name}/model/evaluation", dependencies=[AdminOnly], openapi_extra=A_FILE)
 async def evaluate_model(name: str, request: Request, coordinator: TheCoordinator) -> Evaluation:
-    """Evaluate the global model on test data from the caller: a safetensors file of ``inputs`` and ``targets``."""
+    """Evaluate the global model on the caller's test data: a safetensors file of ``inputs`` and ``targets``."""
     body = await _read(request, checkpoint.MEDIA_TYPE, "the test data", coordinator.settings.max_test_bytes)
-    seconds, stop = coordinator.settings.max_test_seconds, coordinator.stopping
+    seconds = coordinator.settings.max_test_seconds
+    stop = coordinator.stopping
     return await coordinator.evaluating.run(coordinator.served.evaluate, name, body, seconds=seconds, stop=stop)
 
 
@@ -288,13 +292,13 @@ def get_model_onnx(name: str, coordinator: TheCoordinator, request: Request) -> 
 
 @router.get("/{name}/frozen", dependencies=[ProspectiveMemberOnly])
 def get_frozen(name: str, coordinator: TheCoordinator, request: Request) -> Response:
-    """Return the values of the model that nobody trains, in the manifest's order."""
+    """Return the model's frozen values, in the manifest's order."""
     return _values(name, "frozen", coordinator, request)
 
 
 @router.get("/{name}/first", dependencies=[ProspectiveMemberOnly])
 def get_first(name: str, coordinator: TheCoordinator, request: Request) -> Response:
-    """Return the first values of what stays on devices, in the manifest's order."""
+    """Return the initial values of the tensors that stay on devices, in the manifest's order."""
     return _values(name, "first", coordinator, request)
 
 
@@ -309,13 +313,13 @@ async def get_fast_step(
     coordinator: TheCoordinator,
     request: Request,
     ratio: Annotated[
-        float, Query(gt=0, le=1, description="Share of each group's neurons that are trained: a multiple of 0.05")
+        float, Query(gt=0, le=1, description="Share of each group's neurons that the page trains; a multiple of 0.05")
     ] = 1.0,
 ) -> Response:
-    """Return the training step as browsers run it: rearranged to be fast, its errors those of active neurons alone.
+    """Return the training step for browsers: optimised, with errors of active neurons only.
 
-    The ``ETag`` is its SHA-256. Which neurons are active the graph reads, int64: ``rows:NAME``, ``columns:NAME``. 503
-    if too many others are being made.
+    The ``ETag`` is its SHA-256. The graph's int64 inputs ``rows:NAME`` and ``columns:NAME`` select the active neurons.
+    503 if too many other steps are being made.
     """
     check_ratio(ratio)
     manifest = await run_in_threadpool(coordinator.served.manifest, name)

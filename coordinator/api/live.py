@@ -1,4 +1,4 @@
-"""Server-sent events: the overview of a federation, and its changes."""
+"""Server-sent events of a federation's overview."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ STILL_HERE_SECONDS = 15.0
 async def follow(view: LiveView, admit: Callable[[], Awaitable[Identity]]) -> AsyncIterator[str]:
     """Yield events named ``overview`` until the process stops.
 
-    The first is whole, later ones have the points that are new or changed. In between, comments keep proxies from
-    closing an idle stream.
+    The first is complete; later ones have only new and changed points. Comments in between keep proxies from closing an
+    idle stream.
 
-    The stream ends if ``admit``, which is called for each event, raises NotAuthenticated, since a token may be revoked;
-    and if the records cannot be read, or the federation is deleted: the next call gets the reason.
+    ``admit`` is called for each event. The stream ends if it raises NotAuthenticated (the token was revoked), if the
+    records cannot be read, or if the federation is deleted; the next call reports the reason.
     """
     loop = asyncio.get_running_loop()
     had: Overview | None = None
-    told: dict[int, RoundPoint] = {}
-    before, said = "", loop.time()
+    sent: dict[int, RoundPoint] = {}
+    before = ""
+    sent_at = loop.time()
     while True:
         try:
             overview = await view.after(had)
@@ -37,22 +38,22 @@ async def follow(view: LiveView, admit: Callable[[], Awaitable[Identity]]) -> As
             identity = await admit()
         except (NotAuthenticated, NotFound, Unavailable):
             return
-        fresh = tuple(point for point in overview.points if told.get(point.first) is not point)
-        told = {point.first: point for point in overview.points}
+        fresh = tuple(point for point in overview.points if sent.get(point.first) is not point)
+        sent = {point.first: point for point in overview.points}
         had = overview
         news = seen_by(identity, overview.model_copy(update={"points": ()}))
         now = news.model_dump_json(exclude={"at", "ends_at"})
         if fresh or now != before:
             yield f"event: overview\ndata: {news.model_copy(update={'points': fresh}).model_dump_json()}\n\n"
-            before, said = now, loop.time()
-        elif loop.time() - said >= STILL_HERE_SECONDS:
+            before = now
+            sent_at = loop.time()
+        elif loop.time() - sent_at >= STILL_HERE_SECONDS:
             yield ": still here\n\n"
-            said = loop.time()
+            sent_at = loop.time()
 
 
 def seen_by(identity: Identity, overview: Overview) -> Overview:
-    """Return an overview with what is the caller's own: of federations its own, if its token is for one, and its
-    rights."""
+    """Return an overview limited to the caller's federations, with the caller's rights."""
     only = own_federation(identity)
     lines = tuple(line for line in overview.federations if only in (None, line.name))
     rights = {

@@ -1,4 +1,4 @@
-"""Compressed answers (gzip) of the calls that people's pages make, where their caller says that it takes them.
+"""Compressed answers (gzip) for the pages' calls, if the caller accepts them.
 
 Models and updates are not compressed: their values do not become smaller.
 """
@@ -14,19 +14,19 @@ from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 
 SMALLEST = 1400
-"""Shorter answers, in bytes, fit one packet as they are."""
+"""Shorter answers, in bytes, fit one packet uncompressed."""
 
 LEVEL = 5
 HEADERS = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
 
 
 def takes_gzip(request: Request) -> bool:
-    """Return whether the caller takes compressed answers."""
+    """Return whether the caller accepts gzip."""
     return "gzip" in request.headers.get("accept-encoding", "").lower()
 
 
 class PackedRoute(APIRoute):
-    """A route whose long JSON answers are compressed."""
+    """Route that compresses long JSON answers."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """Return the handler of a call."""
@@ -47,7 +47,7 @@ class PackedRoute(APIRoute):
 
 
 async def packed_events(events: AsyncIterator[str]) -> AsyncIterator[bytes]:
-    """Yield a stream compressed, each event complete as it comes."""
+    """Yield a compressed stream, flushed after each event."""
     packer = zlib.compressobj(LEVEL, wbits=31)
     async for event in events:
         yield packer.compress(event.encode()) + packer.flush(zlib.Z_SYNC_FLUSH)

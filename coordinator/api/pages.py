@@ -1,5 +1,7 @@
-"""The operator's page, which leads to a form where a token is needed (``api.sign_in``), and the page that is a device.
-Files of both need none, their calls do."""
+"""The operator's page, which redirects to a sign-in form if a token is needed (``api.sign_in``), and the device page.
+
+The pages' files need no token, their calls do.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/")
 def index(request: Request, coordinator: TheCoordinator, identity: TheIdentity) -> Response:
-    """Return the page; of the newest federation, unless ``?federation=`` names one."""
+    """Return the operator's page of ``?federation=``, or of the newest federation."""
     if not may_look(identity):
         return sign_in.form(request, again=identity.failure is not None)
     federation = own_federation(identity) or coordinator.overviews.newest() or ""
@@ -28,25 +30,25 @@ def index(request: Request, coordinator: TheCoordinator, identity: TheIdentity) 
 
 @router.get("/page/{name}")
 def file(name: str, request: Request) -> Response:
-    """Return a file of the page."""
+    """Return a file of the operator's page."""
     return _file(request, dashboard.load(name), dashboard.HEADERS)
 
 
 @router.get("/join/{name}")
 def join(name: FederationName, request: Request) -> Response:
-    """Return the page that is a device of a federation, whether there is one of this name or not."""
+    """Return the device page of a federation, whether or not the federation exists."""
     return _for_browsers(request, web.load("join.html"), web.ASKED_EACH_TIME)
 
 
 @router.get("/web/{name}")
 def device_file(name: str, request: Request) -> Response:
-    """Return a file of that page."""
+    """Return a file of the device page."""
     return _for_browsers(request, web.load(name), web.ASKED_EACH_TIME)
 
 
 @router.get("/web/runtime/{package}/{name}")
 def runtime_file(package: str, name: str, request: Request) -> Response:
-    """Return a file of a package that it needs; 503 where the operator has not fetched it."""
+    """Return a file of a package that the device page needs; 503 until ``sparrow web`` has downloaded it."""
     return _for_browsers(request, runtime.load(package, name), runtime.FOR_GOOD)
 
 

@@ -1,9 +1,9 @@
-"""Signing in to the pages for people: a form takes a token, and a cookie keeps a session in its place.
+"""Sign-in to the pages: a form takes a token, and a cookie keeps a session in its place.
 
 The cookie is not sent on behalf of another site, and no script can read it. Browsers send cookies to all ports of a
-machine: its name has the port, so that two coordinators do not overwrite each other's, and programs on other ports can
-take the session, but not the token. It has no path, so that a browser sends it only below the folder of the form, also
-where a proxy removes a prefix that this process does not know.
+machine. Its name has the port, so that two coordinators do not overwrite each other's; programs on other ports can see
+the session, but not the token. It has no path, so that a browser sends it only below the form's folder, even behind a
+proxy that removes a prefix.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ..fleet.access import Holder
 from .headers import header
 
 LONGEST_FORM = 4096
-"""Of a token, the name of a federation, and a page's."""
+"""Bytes of a token, a federation's name and a page's name."""
 
 PAGES = ("/", "/docs", "/sign-in", "/sign-out")
-"""Pages that everybody gets, or is led from to the form."""
+"""Pages that need no token or redirect to the form."""
 
-AGAIN = "You were signed out: the token has expired, or is not valid any more."
-WRONG = "This is no observer's or admin's token of this coordinator."
+AGAIN = "You were signed out: your token has expired or was revoked. Sign in with another one."
+WRONG = "This is not an observer or admin token of this coordinator."
 NOTES = {"again": AGAIN, "out": "You are signed out."}
 
 router = APIRouter(include_in_schema=False)
 
 
 def kept_session(scope: Scope) -> str | None:
-    """Return the id of the session that a browser keeps for this coordinator."""
+    """Return the session id in the browser's cookie for this coordinator."""
     begins = f"{_cookie(header(scope, b'host') or '')}="
     for pair in (header(scope, b"cookie") or "").split(";"):
         if pair.strip().startswith(begins):
@@ -47,7 +47,7 @@ def kept_session(scope: Scope) -> str | None:
 
 
 def form(request: Request, *, again: bool, page: str = "") -> Response:
-    """Return the way to the form, and from there to ``page``. again: whether a token was sent that is not valid."""
+    """Redirect to the form, and from there to ``page``. again: whether the caller sent an invalid token."""
     wanted = {"federation": request.query_params.get("federation", ""), "page": page, "note": "again" if again else ""}
     query = urlencode({key: value for key, value in wanted.items() if value})
     return RedirectResponse(f"sign-in?{query}" if query else "sign-in", 303)
@@ -61,16 +61,16 @@ def ask(federation: FederationName | None = None, page: str = "", note: str = ""
 
 @router.post("/sign-in")
 async def sign_in(request: Request) -> Response:
-    """Take a token, begin a session, and lead to the page that was asked for; if the token is not valid, ask again."""
+    """Begin a session and redirect to the requested page; show the form again if the token is not valid."""
     coordinator: Coordinator = request.app.state.coordinator
     try:
         sent = parse_qs((await read_body(request, LONGEST_FORM)).decode(), max_num_fields=8)
     except ValueError:
-        raise BadContent("the form cannot be read; load the page again") from None
+        raise BadContent("the form is not valid; reload the page and try again") from None
     token, federation, page = (sent.get(name, [""])[0].strip() for name in ("token", "federation", "page"))
     holder = await coordinator.look_ups.run(_holder, coordinator, token) if token else None
     if holder is None or holder.kind == "enrolment":
-        enrols = f"{WRONG} It is one with which devices join." if holder else WRONG
+        enrols = f"{WRONG} It is an enrolment token, for devices." if holder else WRONG
         answer = _form(federation, page, enrols)
         answer.status_code = 401
         answer.headers["WWW-Authenticate"] = "Bearer"
@@ -84,10 +84,10 @@ async def sign_in(request: Request) -> Response:
 
 @router.post("/sign-out")
 async def sign_out(request: Request) -> Response:
-    """End the session, and have the browser forget it."""
+    """End the session and delete its cookie."""
     coordinator: Coordinator = request.app.state.coordinator
     session = kept_session(request.scope)
-    # An unknown caller has no session to end, and must not make the coordinator write.
+    # An unknown caller must not make the coordinator write.
     if session is not None and isinstance(request.state.identity.caller, Holder):
         await coordinator.writers.run(coordinator.sessions.end, session)
     led = RedirectResponse("sign-in?note=out", 303)
@@ -98,7 +98,8 @@ async def sign_out(request: Request) -> Response:
 def _holder(coordinator: Coordinator, token: str) -> Holder | None:
     try:
         return coordinator.tokens.find(token)
-    except NotAuthenticated:  # it has expired
+    except NotAuthenticated:
+        # The token has expired.
         return None
 
 
@@ -113,7 +114,7 @@ def _cookie(host: str) -> str:
 
 def _form(federation: str, page: str, note: str) -> HTMLResponse:
     body = dashboard.load("sign-in.html").filled(federation=federation, page=page, note=note).plain
-    # Without a referrer the form would come from nowhere (Origin: null), and be refused where no TLS is.
+    # With no-referrer, browsers send Origin: null, which ``CrossSite`` refuses over plain HTTP.
     headers = {**dashboard.HEADERS, "Cache-Control": "no-store", "Referrer-Policy": "same-origin"}
     headers["Content-Security-Policy"] = headers["Content-Security-Policy"].replace(
         "form-action 'none'", "form-action 'self'"

@@ -1,4 +1,4 @@
-"""Health, metrics, and the calls to read."""
+"""Health, metrics, and the page of all calls."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz", response_model=dict[str, str])
 async def readyz(coordinator: TheCoordinator, identity: TheIdentity) -> dict[str, str] | JSONResponse:
-    """Report whether rounds move on, records can be read and the data folder written. Unknown callers are not told the
-    reason."""
+    """Report whether rounds progress, records can be read and the data folder written; known callers get the reason."""
     try:
         await coordinator.check_ready()
     except Exception as error:
         log.error("not ready: %s", error)
         closed = identity.caller is None and len(identity.guarded) == len(KINDS)
-        what = "something is wrong" if closed else str(error)
-        return problem(503, "NotReady", f"{what}; check the database and the disk of the data folder")
+        reason = "the coordinator is not ready" if closed else str(error)
+        return problem(503, "NotReady", f"{reason}; check the database and the disk of the data folder")
     return {"status": "ready"}
 
 
@@ -53,7 +52,7 @@ def metrics(coordinator: TheCoordinator) -> Response:
 
 @router.get("/docs", include_in_schema=False)
 def docs(request: Request, identity: TheIdentity) -> Response:
-    """Return a page of all calls and messages: the OpenAPI document, without a script of anybody's."""
+    """Return a page of all calls and messages, the OpenAPI document without scripts."""
     if not may_look(identity):
         return sign_in.form(request, again=identity.failure is not None, page="docs")
     return HTMLResponse("\n".join(_lines(request.app.openapi())), headers=dashboard.HEADERS)
@@ -70,7 +69,7 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     title = escape(document["info"]["title"])
     yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
     yield f'<link rel="stylesheet" href="page/dashboard.css"><main><h1>{title}</h1>'
-    yield '<p><a href="openapi.json">openapi.json</a> says the same to programs.</p><h2>Calls</h2>'
+    yield '<p>For programs: <a href="openapi.json">openapi.json</a>.</p><h2>Calls</h2>'
     for path, calls in document["paths"].items():
         for method, call in calls.items():
             yield f"<h3>{method.upper()} {escape(path)}</h3><p>{escape(call.get('description', ''))}</p>"

@@ -1,1 +1,1 @@
-"""How calls are taken in and answered: bodies, limits, threads, signals, problems; none is a call of its own."""
+"""Handling of calls: bodies, limits, threads, signals, problems."""

@@ -1,4 +1,4 @@
-"""Bodies of requests and answers: bounded reads, and byte ranges so that a broken download resumes."""
+"""Bodies of requests and answers: bounded reads, and byte ranges that resume a broken download."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..errors import BadContent, LengthRequired, TooLarge
 from .problems import problem
 
 LARGEST_REQUEST = 64 * 1024
-"""Longest JSON of a request, in bytes: of 1 MiB, naming what is wrong with 80,000 fields takes half a second."""
+"""Longest JSON body, in bytes: validating 80,000 wrong fields, in 1 MiB, takes half a second."""
 
 PART_BYTES = 256 * 1024
-"""The part of a long answer that is handed to the server at a time; it is not copied."""
+"""Size of the slices, not copied, in which a long answer goes to the server."""
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Return the request's body of at most ``limit`` bytes, whose length must be declared.
+    """Return the body, of at most ``limit`` bytes and a declared length.
 
     Raises LengthRequired, TooLarge, BadContent.
     """
@@ -31,17 +31,18 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise LengthRequired("declare the body's length: send Content-Length, not a chunked body")
     if int(declared) > limit:
         raise TooLarge(
-            f"the body has {declared} bytes, nothing valid here is longer than {limit}; send only the mask's"
+            f"the body has {declared} bytes, nothing valid here is longer than {limit}; send only the masked values"
         )
     try:
         parts = [part async for part in request.stream()]
-    except ClientDisconnect:  # nothing of ours failed, and nobody reads this answer
-        raise BadContent("the connection broke before the whole body had come; send it again") from None
+    except ClientDisconnect:
+        # Not an error of the coordinator, and the answer reaches no caller.
+        raise BadContent("the connection broke before the body was complete; send it again") from None
     return b"".join(parts)
 
 
 class Downloads:
-    """The bodies that are being downloaded, of at most ``limit`` bytes; one that many callers get counts once."""
+    """Bodies being downloaded, of at most ``limit`` bytes in total; a body with several callers counts once."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -49,12 +50,12 @@ class Downloads:
         self._callers: Counter[int] = Counter()
 
     def has_room(self, body: bytes | memoryview) -> bool:
-        """Return whether one more caller may get this body."""
+        """Return whether another caller may download this body."""
         key, size = _identity(body)
         return key in self._callers or not self._bytes or self._bytes + size <= self._limit
 
     def take(self, body: bytes | memoryview) -> bool:
-        """Count one more caller of this body; return False if there is no room for it."""
+        """Count another caller of this body; return False if there is no room."""
         if not self.has_room(body):
             return False
         key, size = _identity(body)
@@ -64,7 +65,7 @@ class Downloads:
         return True
 
     def give_back(self, body: bytes | memoryview) -> None:
-        """Count one caller less."""
+        """Release a caller's share."""
         key, size = _identity(body)
         self._callers[key] -= 1
         if not self._callers[key]:
@@ -73,27 +74,28 @@ class Downloads:
 
 
 def _identity(body: bytes | memoryview) -> tuple[int, int]:
-    """Return the identity and the bytes of what is kept in memory for the body, which may be a range of it."""
+    """Return the id and size of the buffer that holds the body, which may be a slice of it."""
     whole = body.obj if isinstance(body, memoryview) else body
     return id(whole), memoryview(whole).nbytes
 
 
 class InParts(Response):
-    """A body that is sent part by part, as fast as the caller takes it: the server would copy all of it at once.
+    """Body that is sent in slices as fast as the caller reads; the server would copy all of it at once.
 
-    first: what comes before it.
+    first: bytes sent before the body.
     """
 
     def __init__(self, body: bytes | memoryview, downloads: Downloads, *, first: bytes = b"", **named: Any) -> None:
         super().__init__(body, **named)
-        self._downloads, self._first = downloads, first
+        self._downloads = downloads
+        self._first = first
         if first:
             self.headers["content-length"] = str(len(first) + len(body))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it; or 503, if too many others are being sent."""
+        """Send the body, or 503 if there is no room for it."""
         if not self._downloads.take(self.body):
-            detail = "too many downloads are in progress; try again when Retry-After has passed"
+            detail = "too many downloads are in progress; try again after the seconds in Retry-After"
             return await problem(503, "Unavailable", detail, {"Retry-After": "5"})(scope, receive, send)
         body = memoryview(self.body)
         try:
@@ -107,9 +109,9 @@ class InParts(Response):
 
 
 def ranged(request: Request, body: bytes, media_type: str, digest: str | None = None) -> Response:
-    """Return ``body`` with its ETag: the whole, the range asked for, or 304 if the caller has it.
+    """Return ``body`` with its ETag: in full, the requested range, or 304 if the caller has it.
 
-    digest: its SHA-256, if that is known.
+    digest: its SHA-256, if known.
     """
     etag = f'"{digest or hashlib.sha256(body).hexdigest()}"'
     headers = {"ETag": etag, "Accept-Ranges": "bytes"}
@@ -122,7 +124,7 @@ def ranged(request: Request, body: bytes, media_type: str, digest: str | None = 
     first = int(asked[1])
     last = min(int(asked[2]) if asked[2] else len(body) - 1, len(body) - 1)
     if first >= len(body) or first > last:
-        detail = f"the body has {len(body)} bytes; ask for a range that begins before its end"
+        detail = f"the body has {len(body)} bytes; request a range that begins before its end"
         return problem(416, "RangeNotSatisfiable", detail, {**headers, "Content-Range": f"bytes */{len(body)}"})
     headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
     wanted = memoryview(body)[first : last + 1]

@@ -1,7 +1,7 @@
-"""Limits for each caller: calls at a time, and calls per second by a token bucket, of which there is a given number.
+"""Limits per caller: calls at a time, and calls per second by a bounded number of token buckets.
 
-The library ``limits`` has windows instead of buckets and forgets nobody before their window ends, so that a caller
-with many addresses could take any amount of memory.
+The library ``limits`` has windows instead of buckets and keeps each caller until its window ends, so a caller with many
+addresses could take unlimited memory.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 BURST_SECONDS = 10.0
-"""Calls of so many seconds may come at once."""
+"""Capacity of a bucket, in seconds of its rate."""
 
 
 class RateLimit:
-    """Buckets by key, each as the time at which it would be full again (generic cell rate algorithm, ITU-T I.371).
+    """Token buckets by key, each stored as the time when it will be full (generic cell rate algorithm, ITU-T I.371).
 
-    per_second: calls that drip back. most: buckets kept; beyond it the one unused for longest is forgotten, and begins
-    anew full.
+    most: number of buckets; beyond it the least recently used one is dropped, which makes it full.
     """
 
     def __init__(self, per_second: float, clock: Callable[[], float], *, most: int = 100_000) -> None:
@@ -30,7 +29,7 @@ class RateLimit:
         self._full_at: OrderedDict[str, float] = OrderedDict()
 
     def take(self, key: str, cost: float = 1.0) -> float:
-        """Take ``cost`` calls out of the bucket and return 0, or leave it and return the seconds until it has them."""
+        """Take ``cost`` calls from the bucket and return 0, or leave it and return the seconds until it holds them."""
         now = self._clock()
         full_at = max(self._full_at.get(key, now), now) + cost * self._seconds_per_call
         wait = full_at - now - max(BURST_SECONDS, cost * self._seconds_per_call)
@@ -41,13 +40,13 @@ class RateLimit:
         return 0.0
 
     def charge(self, key: str, cost: float) -> None:
-        """Take ``cost`` calls whether they are there or not; a debt is paid back within ``BURST_SECONDS``."""
+        """Take ``cost`` calls even if the bucket lacks them; the debt is at most ``BURST_SECONDS``."""
         now = self._clock()
         full_at = max(self._full_at.get(key, now), now) + cost * self._seconds_per_call
         self._keep(key, min(full_at, now + 2 * BURST_SECONDS))
 
     def wait(self, key: str) -> float:
-        """Return the seconds until the bucket holds anything again; 0 if it does."""
+        """Return the seconds until the bucket holds a call; 0 if it does."""
         return max(0.0, self._full_at.get(key, 0.0) + self._seconds_per_call - self._clock() - BURST_SECONDS)
 
     def __len__(self) -> int:
@@ -61,18 +60,19 @@ class RateLimit:
 
 
 class AtOnce:
-    """Calls of each caller at a time: further ones wait for these, so that one caller is not in all threads.
+    """Limit of each caller's simultaneous calls, so that no caller occupies all threads.
 
-    most: calls at a time. waiting: further ones that may wait.
+    most: calls at a time. waiting: further calls that may wait.
     """
 
     def __init__(self, most: int = 8, waiting: int = 200) -> None:
-        self._most, self._waiting = most, waiting
+        self._most = most
+        self._waiting = waiting
         self._callers: dict[str, tuple[asyncio.Semaphore, list[None]]] = {}
 
     @asynccontextmanager
     async def call(self, key: str) -> AsyncIterator[bool]:
-        """Wait until this caller may make one more call, and make it within; False where too many wait already."""
+        """Context manager: wait for one of the caller's slots; gives False if too many calls wait already."""
         semaphore, calls = self._callers.setdefault(key, (asyncio.Semaphore(self._most), []))
         if len(calls) >= self._most + self._waiting:
             yield False
@@ -88,10 +88,9 @@ class AtOnce:
 
 
 class Turns:
-    """Calls that each caller may begin in one turn of the event loop: further ones begin in the next turns, in order.
+    """Limit of the calls that each caller begins per turn of the event loop; others begin in later turns, in order.
 
-    All else that is ready waits for the whole turn, so sixty cheap calls at once would delay it by a tenth of a second.
-    To be used on the event loop. most: calls of one caller in a turn.
+    Everything else waits for a whole turn, so sixty cheap calls at once would delay it by 0.1 s. Not thread-safe.
     """
 
     def __init__(self, most: int = 4) -> None:
@@ -100,7 +99,7 @@ class Turns:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def begin(self, key: str) -> None:
-        """Return in a turn in which this caller may begin a call."""
+        """Wait for a turn in which this caller may begin a call."""
         if not self._begun:
             asyncio.get_running_loop().call_soon(self._turn)
         if self._begun[key] < self._most:
@@ -125,10 +124,11 @@ class Turns:
 
 
 def address_key(host: str | None) -> str | None:
-    """Return the key of an address: itself, for IPv6 its /64, which one customer has; None for this machine."""
+    """Return an address, the /64 of an IPv6 address (one customer's), or None for this machine."""
     try:
         address = ipaddress.ip_address(host or "")
-    except ValueError:  # a unix socket
+    except ValueError:
+        # A unix socket has no address.
         return None
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped

@@ -1,8 +1,8 @@
-"""The names of this coordinator, by which a browser that was lured here is told from one that was sent here.
+"""Host names of this coordinator, as protection against DNS rebinding.
 
-A page of another site may have its own name resolve to the address of this machine (DNS rebinding). To the browser the
-coordinator is then that site, whose page may make any call and read the answer; and where no token is set, no token is
-missing. Its calls carry the page's name as ``Host``.
+A page of another site may let its name resolve to this machine's address. To the browser the coordinator is then that
+site, so the page may make any call that needs no token, and read the answer. Such calls have the page's name as
+``Host``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:\d*)?")
 
 
 class Hosts:
-    """The names of this coordinator: IP addresses, this machine's own, and ``others``, separated by commas."""
+    """Names of this coordinator: IP addresses, this machine's names, and ``others``, separated by commas."""
 
     def __init__(self, others: str) -> None:
         names = {_plain(name.strip()) for name in others.split(",")} - {""}
@@ -25,13 +25,13 @@ class Hosts:
         self._names = names | {"localhost", own, f"{own.partition('.')[0]}.local"}
 
     def learn(self) -> None:
-        """Look up this machine's whole name, without waiting for the answer, which may take long."""
+        """Look up this machine's full name in the background."""
         threading.Thread(target=lambda: self._names.add(_plain(socket.getfqdn())), daemon=True).start()
 
     def include(self, host: str | None, server: str | None = None) -> bool:
         """Return whether a call with this ``Host`` was meant for this coordinator; browsers always send one.
 
-        server: the name under which the server itself was called, where it is known without a network.
+        server: the name under which the server was called, if it is known without a network.
         """
         if host is None or self._any:
             return True

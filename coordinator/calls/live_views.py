@@ -1,4 +1,4 @@
-"""Overviews of a federation, looked up once for all pages that are open on it."""
+"""Overviews of a federation, computed once for all of its open pages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .signals import Signal
 LONGEST_REST_SECONDS = 15.0
 LEAST_PAUSE_SECONDS = 0.5
 SHARE_OF_TIME = 0.05
-"""At most this share of a processor goes into looking at a federation, however large its fleet and many its pages."""
+"""Most processor time that the overviews of a federation may take, as a fraction."""
 
 
 @dataclass(frozen=True)
 class _Look:
     """The overview of one moment.
 
-    changed: set if something was recorded since. again: when the next look may be taken, by the loop's clock.
+    changed: set when anything was recorded since. again: the loop's time of the next look.
     """
 
     overview: Overview
@@ -35,7 +35,7 @@ class _Look:
 
 
 class LiveView:
-    """One federation, for all pages that are open on it."""
+    """The overview of one federation, for all of its open pages."""
 
     def __init__(self, views: LiveViews, name: str) -> None:
         self._views = views
@@ -44,9 +44,10 @@ class LiveView:
         self._turn = asyncio.Lock()
 
     async def after(self, had: Overview | None) -> Overview | None:
-        """Return the overview that follows the one the caller had: after something was recorded, or some seconds later.
+        """Return the next overview after ``had``: when anything was recorded, or after some seconds.
 
-        A caller without one gets it at once. None when the process stops. Raises Unavailable."""
+        With None, return one at once. Returns None when the process stops. Raises Unavailable.
+        """
         loop = asyncio.get_running_loop()
         while not self._views.closing():
             latest = self._latest
@@ -71,19 +72,20 @@ class LiveView:
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        changed, began = self._views.changed.next(), loop.time()
+        changed = self._views.changed.next()
+        began = loop.time()
         known = None if self._latest is None else self._latest.overview
         overview, seconds = await run_in_threadpool(self._timed, known)
         again = began + max(LEAST_PAUSE_SECONDS, seconds / SHARE_OF_TIME)
         self._latest = _Look(overview, changed, again)
 
     def _timed(self, known: Overview | None) -> tuple[Overview, float]:
-        # Processor seconds: on a busy machine far fewer than have passed.
+        # On a busy machine, wall time would include waiting.
         began = time.thread_time()
         return self._compare(known), time.thread_time() - began
 
     def _compare(self, known: Overview | None) -> Overview:
-        """Return the whole overview, in which points that did not change are the same objects as before."""
+        """Return the overview; unchanged points are the same objects as in ``known``."""
         look = self._views.overviews.look
         if known is None:
             return look(self._name)
@@ -98,7 +100,7 @@ class LiveView:
 
 @dataclass
 class LiveViews:
-    """The federations that pages are open on. changed: sent when anything was recorded."""
+    """Live views by federation. changed: sent when anything was recorded."""
 
     overviews: Overviews
     changed: Signal
@@ -108,5 +110,5 @@ class LiveViews:
         self._open: WeakValueDictionary[str, LiveView] = WeakValueDictionary()
 
     def of(self, name: str) -> LiveView:
-        """Return the view of a federation, the same one for all who hold it."""
+        """Return the view of a federation, shared by all callers that hold it."""
         return self._open.setdefault(name, LiveView(self, name))

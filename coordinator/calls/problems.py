@@ -1,4 +1,4 @@
-"""One table from error to answer: RFC 9457 problem documents whose ``detail`` says what to do."""
+"""One table from errors to answers: RFC 9457 problem documents whose ``detail`` gives advice."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
-"""The header of a 401. It has no browser ask its user: pages have a form for that (``api.sign_in``)."""
+"""Header of a 401. With this scheme browsers show no dialog: pages have a form (``api.sign_in``)."""
 
 MOST_DETAIL = 2000
 RETRY_SECONDS = 5
-"""The pause before a retry after a failure that passes by itself or that an operator repairs."""
+"""Seconds before a retry after a temporary failure."""
 
 STATUS: dict[type[Exception], int] = {
     errors.NotAuthenticated: 401,
@@ -55,7 +55,7 @@ STATUS: dict[type[Exception], int] = {
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of the coordinator, of the framework, and every unforeseen one, as a problem document."""
+    """Answer errors of the coordinator and the framework, and unexpected ones, with problem documents."""
     for kind in (*STATUS, HTTPException):
         app.add_exception_handler(kind, _known)
     app.add_exception_handler(RequestValidationError, _invalid_request)
@@ -63,9 +63,9 @@ def install(app: FastAPI) -> None:
 
 
 def problem(status: int, title: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Return a problem document. ``title`` is the kind of problem in CamelCase; its type URI is derived from it.
+    """Return a problem document. title: its kind in CamelCase, from which the type URI is derived.
 
-    detail: may repeat what a caller sent: it is cut off at ``MOST_DETAIL`` characters, and made valid UTF-8.
+    detail: may quote a caller; it is truncated to ``MOST_DETAIL`` characters and made valid UTF-8.
     """
     detail = detail[:MOST_DETAIL].encode(errors="replace").decode()
     document = Problem(type=f"urn:sparrow:problem:{title}", title=title, status=status, detail=detail)
@@ -75,7 +75,7 @@ def problem(status: int, title: str, detail: str, headers: dict[str, str] | None
 
 
 def unavailable(error: errors.Unavailable) -> JSONResponse:
-    """Return the answer to a call that comes again later."""
+    """Return the answer to a call that should be retried later."""
     headers = {"Retry-After": str(RETRY_SECONDS)}
     return problem(STATUS[type(error)], type(error).__name__, str(error), headers)
 
@@ -89,9 +89,10 @@ async def _known(request: Request, error: Exception) -> JSONResponse:
         return problem(status, type(error).__name__, str(error), headers)
     assert isinstance(error, HTTPException)
     title = HTTPStatus(error.status_code).phrase.replace(" ", "")
-    advised = isinstance(error, errors.RequestError)  # whose text says what to do
-    what = f"there is nothing at {request.url.path}" if error.status_code == 404 else error.detail
-    detail = error.detail if advised else f"{what}; check the address; the OpenAPI page at /docs lists the calls"
+    # The text of a RequestError gives advice already.
+    advised = isinstance(error, errors.RequestError)
+    reason = f"there is nothing at {request.url.path}" if error.status_code == 404 else error.detail
+    detail = error.detail if advised else f"{reason}; check the address; the page at /docs lists all calls"
     return problem(error.status_code, title, detail, dict(error.headers or {}))
 
 
@@ -99,7 +100,7 @@ async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    return problem(422, "InvalidRequest", f"{where}: {first['msg']}; the OpenAPI page at /docs shows what is expected")
+    return problem(422, "InvalidRequest", f"{where}: {first['msg']}; the page at /docs describes this call")
 
 
 async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
@@ -107,6 +108,6 @@ async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
     return problem(
         500,
         "InternalError",
-        "the coordinator failed at this call; try again, and show its operator the log",
+        "the coordinator failed to handle this call; try again, or ask its operator to check the log",
         {"Retry-After": str(RETRY_SECONDS)},
     )

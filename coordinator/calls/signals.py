@@ -1,4 +1,4 @@
-"""The wake-up of HTTP calls that wait, long polls and event streams, and what need not be looked up for them."""
+"""Wake-up of waiting calls (long polls and event streams)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from collections.abc import Iterator
 from starlette.types import Receive
 
 Holds = tuple[str | None, str | None]
-"""The digests of the mask and of the model that a device holds."""
+"""Digests of a device's mask and model."""
 
 
 class Signal:
-    """Wakes every coroutine that waits for it.
+    """Wake every coroutine that waits for it.
 
-    A waiter takes ``next()`` before it looks at the records, and then awaits that event: nothing that is recorded in
-    between is missed.
+    A waiter takes ``next()`` before it reads the records and then awaits that event, so that it misses nothing recorded
+    in between.
 
-    Threads: ``send`` may be called from any thread and from a signal handler; ``next`` only in the event loop. The loop
-    is that of the first ``next``; before it nobody waits, and ``send`` does nothing. So a signal can be made without a
-    running loop.
+    ``send`` may be called from any thread and from a signal handler, ``next`` only in the event loop. A signal needs no
+    running loop before its first ``next``; until then ``send`` only counts.
 
-    count: how often it was sent.
+    count: the number of times it was sent.
     """
 
     def __init__(self) -> None:
@@ -35,14 +34,16 @@ class Signal:
         """Return the event that the next ``send`` sets."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._loop, self._next = loop, asyncio.Event()
+            self._loop = loop
+            self._next = asyncio.Event()
         return self._next
 
     def send(self) -> None:
-        """Wake everybody who waits."""
+        """Wake all waiters."""
         self.count += 1
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and its waiters with it
+            # The loop may be closed, and its waiters with it.
+            with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
@@ -51,7 +52,7 @@ class Signal:
 
 
 class LongPoll:
-    """One call that waits. It is over when its caller has gone, or a newer call of the same caller has come."""
+    """A waiting call, which is over when its caller disconnects or makes a newer one."""
 
     def __init__(self, receive: Receive) -> None:
         self.over = False
@@ -59,7 +60,7 @@ class LongPoll:
         self._gone: asyncio.Task[None] | None = None
 
     async def wait(self, event: asyncio.Event, seconds: float) -> None:
-        """Wait for the event, for so many seconds, or until this call is over."""
+        """Wait for the event, at most ``seconds``, or until this call is over."""
         if self.over:
             return
         if self._gone is None:
@@ -77,22 +78,24 @@ class LongPoll:
             self._gone.cancel()
 
     async def _listen(self) -> None:
-        with contextlib.suppress(Exception):  # a body that comes too slowly, or a connection that breaks
+        # The body may be too slow, or the connection may break.
+        with contextlib.suppress(Exception):
             while (await self._receive())["type"] != "http.disconnect":
                 pass
         self.over = True
 
 
 class LongPolls:
-    """The calls that wait, one of each caller: a newer one ends the former, whose connection may be broken."""
+    """Waiting calls, one per caller: a newer one ends the former, whose connection may be broken."""
 
     def __init__(self) -> None:
         self._newest: dict[str, LongPoll] = {}
 
     @contextlib.contextmanager
     def newest(self, key: str, receive: Receive) -> Iterator[LongPoll]:
-        """Begin a call that waits, and end this caller's former one. It ends with the block."""
-        former, poll = self._newest.get(key), LongPoll(receive)
+        """Context manager: a waiting call that ends the caller's former one."""
+        former = self._newest.get(key)
+        poll = LongPoll(receive)
         if former is not None:
             former.end()
         self._newest[key] = poll
@@ -105,8 +108,7 @@ class LongPolls:
 
 
 class FoundNothing:
-    """The devices for which there was no work when their last update was answered, and nothing has moved since: when
-    they ask, that is known already."""
+    """Devices whose last update was answered without work: until something moves, their next call needs no look-up."""
 
     MOST = 10_000
 
@@ -114,15 +116,15 @@ class FoundNothing:
         self._at: OrderedDict[str, tuple[int, Holds]] = OrderedDict()
 
     def note(self, device_id: str, moves: int, holding: Holds) -> None:
-        """Note that a device was told so, when so many moves had been made."""
+        """Note that a device was answered without work. moves: the number of moves at that time."""
         self._at[device_id] = (moves, holding)
         if len(self._at) > self.MOST:
             self._at.popitem(last=False)
 
     def holds(self, device_id: str, moves: int, holding: Holds) -> bool:
-        """Return whether that is so still, and forget it."""
+        """Return whether this still holds, and forget it."""
         return self._at.pop(device_id, None) == (moves, holding)
 
     def forget(self, device_id: str) -> None:
-        """Forget what a device was told: it has said something since."""
+        """Forget a device that has changed since."""
         self._at.pop(device_id, None)

@@ -1,9 +1,8 @@
-"""Threads for calls that write, and for looking tokens up: some of those that the server has for all calls; and
-calls that come in numbers, done together by a thread of their own.
+"""Limited use of the server's threads, and batches of frequent calls in a thread of their own.
 
-Handlers run in the server's 40 threads. Where a write takes long, because another program has locked the records or a
-disk stands still, calls that write would soon be in all of them, and nobody could so much as look. So they are few at a
-time; the others wait here without a thread, for as long as writes go on, and are told to come again where none does.
+Handlers run in the server's 40 threads. If writes are slow, because another program has locked the records or a disk
+hangs, calls that write would soon occupy all of them, and reads would fail as well. So only a few write at a time. The
+others wait without a thread while writes make progress, and get 503 if none does.
 """
 
 from __future__ import annotations
@@ -25,22 +24,23 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 WRITERS = 16
-"""Calls that write at a time: one does, and the others have their facts ready to share its commit."""
+"""Writing calls at a time: one writes while the others prepare to share its commit."""
 LOOK_UPS = 8
-"""Tokens that are looked up at a time: anybody may send some."""
+"""Look-ups of tokens at a time, which any caller can cause."""
 PUBLICATIONS = 2
-"""Models that are published at a time: the check of their graphs takes seconds of a core."""
-EVALUATIONS, WAITING_EVALUATIONS = 1, 4
-"""Evaluations of global models at a time, and evaluations that wait. One may take gigabytes."""
+"""Publications at a time: checking the graphs takes seconds of a core."""
+EVALUATIONS = 1
+"""Evaluations of global models at a time: one may take gigabytes."""
+WAITING_EVALUATIONS = 4
 MOST_WAITING = 2000
-"""Calls that wait for a thread: twice as many as there are devices in a large fleet, all of which come at once."""
+"""Calls that wait for a thread: twice the devices of a large fleet that calls at once."""
 
 
 class Threads:
-    """A few threads for one kind of calls.
+    """Limited number of threads for one kind of calls.
 
-    patience: how long none of them may end before those who wait give up, s. most_waiting: calls that wait for a
-    thread; further ones are refused. busy: what a caller that gives up is told.
+    patience: seconds without a finished call after which waiting calls give up. most_waiting: waiting calls; further
+    ones are refused. busy: message of a call that gives up.
     """
 
     def __init__(
@@ -49,18 +49,19 @@ class Threads:
         patience: float,
         *,
         most_waiting: int = MOST_WAITING,
-        busy: str = "the coordinator's records take long to answer just now",
+        busy: str = "the coordinator's database is slow at the moment",
     ) -> None:
         self._slots = asyncio.Semaphore(at_once)
         self._patience = patience
-        self._most_waiting, self._busy = most_waiting, busy
+        self._most_waiting = most_waiting
+        self._busy = busy
         self._waiting = 0
-        self._moved_at = 0.0  # when a call had last done its work
+        self._moved_at = 0.0
 
     async def run(
         self, work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Result:
-        """Do a call's work in a thread, when there is one. Raises Unavailable, and what the work raises."""
+        """Run ``work`` in a thread when one is free. Raises Unavailable, and the errors of ``work``."""
         await self._take()
         try:
             done = await run_in_threadpool(work, *arguments, **named)
@@ -80,34 +81,37 @@ class Threads:
             await self._slots.acquire()
             return
         if self._waiting >= self._most_waiting:
-            raise Unavailable("too many calls wait already; try again in a while")
+            raise Unavailable("too many calls are waiting; retry later")
         came = time.monotonic()
         self._waiting += 1
         try:
             while True:
                 left = max(came, self._moved_at) + self._patience - time.monotonic()
                 if left <= 0:
-                    raise Unavailable(f"{self._busy}; try again in a while")
+                    raise Unavailable(f"{self._busy}; retry later")
                 try:
                     await asyncio.wait_for(self._slots.acquire(), left)
                     return
-                except asyncio.TimeoutError:  # writes may have gone on meanwhile
+                except asyncio.TimeoutError:
+                    # Other calls may have finished meanwhile.
                     continue
         finally:
             self._waiting -= 1
 
 
 class Batches(Generic[Item, Result]):
-    """Calls that are done together: those that come while the thread is at work are its next batch.
+    """Group calls: those that arrive during a batch form the next one.
 
-    A hand-over to a thread takes longer than most of these calls. work: does a batch; returns for each item its result,
-    or its error. patience: how long a batch may take before those behind it give up, s.
+    Handing a call to a thread takes longer than most of these calls. work: returns a result or an error for each item.
+    patience: seconds that a batch may take before waiting calls give up.
     """
 
     def __init__(
         self, name: str, work: Callable[[Sequence[Item]], Sequence[Result | BaseException]], patience: float
     ) -> None:
-        self._name, self._work, self._patience = name, work, patience
+        self._name = name
+        self._work = work
+        self._patience = patience
         self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
         self._batches: queue.SimpleQueue[list[tuple[Item, asyncio.Future[Result]]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -115,23 +119,25 @@ class Batches(Generic[Item, Result]):
         self._limit: asyncio.TimerHandle | None = None
 
     async def run(self, item: Item) -> Result:
-        """Return what the work returns for ``item``. Raises its error; Unavailable."""
+        """Return the result of ``item``. Raises its error, and Unavailable."""
         if len(self._waiting) >= MOST_WAITING:
-            raise Unavailable("too many calls wait already; try again in a while")
+            raise Unavailable("too many calls are waiting; retry later")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
         self._waiting.append((item, done))
         if not self._at_work:
             self._at_work = True
-            loop.call_soon(self._begin, loop)  # with all that are ready in this turn of the loop
+            # Calls of the same turn of the loop join the batch.
+            loop.call_soon(self._begin, loop)
         return await done
 
     def close(self) -> None:
-        """End the thread when its work is done."""
+        """End the thread after its current batch."""
         self._batches.put(None)
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        batch, self._waiting = self._waiting, []
+        batch = self._waiting
+        self._waiting = []
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
             self._thread.start()
@@ -144,7 +150,8 @@ class Batches(Generic[Item, Result]):
                 results = self._work([item for item, _ in batch])
             except Exception as error:
                 results = [error] * len(batch)
-            with suppress(RuntimeError):  # the loop has ended
+            # The loop may be closed.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._end, loop, batch, results)
 
     def _end(
@@ -156,7 +163,8 @@ class Batches(Generic[Item, Result]):
         if self._limit is not None:
             self._limit.cancel()
         for (_, done), result in zip(batch, results, strict=True):
-            if done.done():  # its caller has gone
+            # The caller may have disconnected.
+            if done.done():
                 continue
             if isinstance(result, BaseException):
                 done.set_exception(result)
@@ -167,11 +175,10 @@ class Batches(Generic[Item, Result]):
             self._begin(loop)
 
     def _give_up(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Tell those who wait behind a batch that takes long."""
-        waiting, self._waiting = self._waiting, []
+        """Fail the calls that wait behind a slow batch."""
+        waiting = self._waiting
+        self._waiting = []
         for _, done in waiting:
             if not done.done():
-                done.set_exception(
-                    Unavailable("the coordinator's records take long to answer just now; try again in a while")
-                )
+                done.set_exception(Unavailable("the coordinator's database is slow at the moment; retry later"))
         self._limit = loop.call_later(self._patience, self._give_up, loop)

@@ -1,14 +1,14 @@
-"""Uploads: large updates resume where a connection broke. The part that has arrived is kept, and the rest is sent.
+"""Resumable uploads of large updates.
 
     PUT /v1/assignments/{id}/update               Sparrow-Update-SHA256: D, Content-Range: bytes FIRST-LAST/TOTAL
-    GET /v1/assignments/{id}/update?sha256=D      {"received": N}: go on with bytes N-LAST/TOTAL, or, where N is TOTAL,
-                                                  with an empty body and bytes */TOTAL
+    GET /v1/assignments/{id}/update?sha256=D      {"received": N}: continue with bytes N-LAST/TOTAL, or, if N is
+                                                  TOTAL, with an empty body and bytes */TOTAL
 
-The range always goes to the end, so an update is one request where nothing breaks. A large update without a range goes
-the same way, but begins anew. Parts lie in a folder of this machine, wherever blobs are kept; whole, one becomes the
-update's blob without being written again where that is a file beside it. They are no acknowledgement and need not
-outlive the process: at start they are removed, likewise an hour after their last byte, and when their assignment is
-settled. Another process of the same coordinator does not know them: there the update begins anew.
+The range always ends at TOTAL - 1, so an unbroken upload is one request. A large update without a range is received in
+the same way, but cannot resume. Parts are files in a local folder, even if blobs are elsewhere; on the same file system
+a complete part becomes the update's blob without a copy. Parts are not acknowledged and need not outlive the process:
+they are removed at start, an hour after their last byte, and when their assignment is settled. Another process of the
+same coordinator does not know them, so an upload restarts there.
 """
 
 from __future__ import annotations
@@ -45,24 +45,25 @@ from .threads import Batches, Threads
 DIGEST_HEADER = "Sparrow-Update-SHA256"
 KEEP_SECONDS = 3600.0
 SWEEP_SECONDS = 1.0
-"""The time between two looks at all parts, which take a query."""
+"""Shortest time between two sweeps, each of which takes a query."""
 AT_ONCE = 4
-"""Large updates that are in memory, to be checked and stored: as many as keep cores and disk busy."""
+"""Large updates in memory at a time, enough to keep cores and disk busy."""
 SMALL_BYTES = 16 * 1024 * 1024
-"""Small updates that are in memory as they come, together; beyond it they go the way of large ones."""
+"""Most bytes of small updates in memory; beyond it they are received like large ones."""
 GATHERED_BYTES = 1024 * 1024
-"""The longest update that is read first, and then checked."""
+"""Longest update that is read before it is checked."""
 WRITTEN_BYTES = 2 * 1024 * 1024
-"""The size of a write: a network hands an update over in pieces of some kB, and a thread and an open file for each cost
-more than all else that is done with an update."""
+"""Size of a write: a thread and an open file for each piece from the network would cost more than all other work."""
 
 
 @dataclass
 class _Part:
-    """The part of an update of ``total`` bytes that has arrived. digest: as announced; empty for one without a range.
+    """The received part of an update of ``total`` bytes.
 
-    received: its bytes on the disk. found: their digest. gathered: what is written next. turn: how many calls went on
-    with it. calls: how many are at it now. forgotten: it has no file any more."""
+    digest: as announced; empty without a range. received: bytes on the disk. found: their digest. gathered: pieces not
+    written yet. turn: number of the call that may continue the part. calls: calls in progress. forgotten: whether the
+    file was removed.
+    """
 
     digest: str
     total: int
@@ -79,7 +80,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class Taken:
-    """An update that was received: whether it is new, its bytes, and what its device does next, where it asked."""
+    """A received update: whether it is new, its size, and the device's next work, if it asked for it."""
 
     new: bool
     size: int
@@ -87,7 +88,7 @@ class Taken:
 
 
 class Uploads:
-    """Updates on their way, one for each assignment."""
+    """Uploads in progress, one per assignment."""
 
     def __init__(
         self,
@@ -100,8 +101,11 @@ class Uploads:
     ) -> None:
         self._sending = Batches("updates", self._take_in, BUSY_SECONDS)
         self._answer_all = dispatch.answer_all
-        self._folder, self._store, self._clock = folder / secrets.token_hex(8), store, clock
-        self._acceptance, self._writers = acceptance, writers
+        self._folder = folder / secrets.token_hex(8)
+        self._store = store
+        self._clock = clock
+        self._acceptance = acceptance
+        self._writers = writers
         self._parts: dict[str, _Part] = {}
         self._few = asyncio.Semaphore(AT_ONCE)
         self._one_of_device: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -112,7 +116,7 @@ class Uploads:
             shutil.rmtree(folder, ignore_errors=True)
 
     def received(self, assignment_id: str, digest: str) -> int:
-        """Return how many bytes of this update have arrived."""
+        """Return the number of bytes received of this update."""
         part = self._parts.get(assignment_id)
         if part is None or part.digest != digest:
             return 0
@@ -122,13 +126,12 @@ class Uploads:
     async def receive(
         self, request: Request, assignment_id: str, device_id: str, media_type: str, ask: Ask | None = None
     ) -> Taken:
-        """Receive an update, and have it checked and stored. ask: of a device that wants to know what comes next.
+        """Receive an update, check it and store it. ask: the device's request for its next work.
 
-        A small one is read first, and the rest is done with all that have come meanwhile. A large one is checked
-        against its assignment before its first byte is taken, too: it may bring no more than is valid. It is written to
-        the disk as it comes.
+        A small update is read in full and accepted in a batch. A large one is checked against its assignment before its
+        first byte is read, which limits its size, and is written to the disk as it arrives.
 
-        Raises the errors of ``Acceptance.accept_update``; LengthRequired, TooLarge, BadContent, WrongRange.
+        Raises the errors of ``Acceptance.accept_update``, LengthRequired, TooLarge, BadContent, WrongRange.
         """
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isdigit() else 0
@@ -143,7 +146,7 @@ class Uploads:
             self._small -= size
 
     def _take_in(self, updates: Sequence[tuple[Sent, Ask | None]]) -> list[Taken | BaseException]:
-        """Have small updates accepted together, and look for what comes next."""
+        """Accept small updates in one batch, and look for each device's next work."""
         outcomes = self._acceptance.accept_all([sent for sent, _ in updates])
         return [
             new if isinstance(new, BaseException) else Taken(new, len(sent.body), self._next(ask))
@@ -151,7 +154,7 @@ class Uploads:
         ]
 
     def _next(self, ask: Ask | None) -> Asked | None:
-        """Return what a device does next; None where it does not ask, or where that cannot be said just now."""
+        """Return the device's next work; None if it did not ask, or if that is unknown now."""
         if ask is None:
             return None
         (asked,) = self._answer_all([ask])
@@ -160,24 +163,25 @@ class Uploads:
     async def _receive_large(
         self, request: Request, assignment_id: str, device_id: str, media_type: str, ask: Ask | None
     ) -> Taken:
-        """Add what was missing of a large update, and have the whole accepted; its part is removed when that is done.
+        """Receive the missing bytes of a large update, accept the whole, and remove its part.
 
-        Few at a time are in memory, and one of a device; the others wait when they have sent everything already.
-
-        Raises WrongRange if it does not begin where the last one broke, or the digest is another.
+        Few are in memory at a time, and one per device. Raises WrongRange if the range does not continue the part.
         """
-        declared, digest = request.headers.get("content-length", ""), request.headers.get(DIGEST_HEADER, "")
+        declared = request.headers.get("content-length", "")
+        digest = request.headers.get(DIGEST_HEADER, "")
         if "content-range" in request.headers:
             asked = re.fullmatch(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", request.headers["content-range"])
             if asked is None or not re.fullmatch("[0-9a-f]{64}", digest):
                 raise BadContent(
-                    f"Content-Range: write bytes FIRST-LAST/TOTAL, and the update's digest in {DIGEST_HEADER}"
+                    f"Content-Range: send bytes FIRST-LAST/TOTAL, with the update's SHA-256 in {DIGEST_HEADER}"
                 )
             total = int(asked[3])
             first, last = (total, total - 1) if asked[1] is None else (int(asked[1]), int(asked[2]))
         else:
-            total, digest = int(declared), ""
-            first, last = 0, total - 1
+            total = int(declared)
+            digest = ""
+            first = 0
+            last = total - 1
 
         def begin() -> tuple[_Part, int]:
             limit = self._acceptance.check_envelope(assignment_id, device_id, media_type)
@@ -186,7 +190,7 @@ class Uploads:
             if (declared or ("0" if first == total else "")) != str(last - first + 1):
                 raise LengthRequired("Content-Length must be the length of Content-Range; send both")
             if last != total - 1:
-                raise WrongRange("the range must go to the update's end")
+                raise WrongRange("Content-Range: end the range at the update's last byte")
             with self._taking:
                 return self._begin(assignment_id, digest, first, total)
 
@@ -203,71 +207,76 @@ class Uploads:
     def _accept(
         self, part: _Part, turn: int, assignment_id: str, device_id: str, media_type: str, ask: Ask | None
     ) -> Taken:
-        """Have a whole update accepted, and remove its part."""
+        """Accept a complete update, and remove its part."""
         body, found = self._read(part, turn)
         if part.digest and found != part.digest:
             self.forget(assignment_id)
-            raise WrongRange("the update's digest is another than was announced; send it again from its first byte")
+            raise WrongRange("the update does not match its announced digest; send it again from its first byte")
+        intact = bool(part.digest)
         new = self._acceptance.accept_update(
-            *(assignment_id, device_id, body, media_type, found, part.path), intact=bool(part.digest)
+            assignment_id, device_id, body, media_type, found, part.path, intact=intact
         )
         self.forget(assignment_id)
         return Taken(new, len(body), self._next(ask))
 
     async def _gather(self, request: Request, part: _Part, turn: int) -> None:
-        """Add what a call brings to its part."""
+        """Add the pieces of a call to its part."""
         unwritten = 0
         try:
             async for piece in request.stream():
-                if part.turn == turn:  # else another call goes on with it
+                # Otherwise another call has taken over.
+                if part.turn == turn:
                     part.gathered.append(piece)
                 unwritten += len(piece)
                 if unwritten >= WRITTEN_BYTES:
                     await run_in_threadpool(self._write, part)
                     unwritten = 0
         except BaseException as error:
-            self._write(part)  # the call was cut off: its pieces take no memory, and need not be sent again
+            # Keep the pieces on the disk, so that they need not be sent again.
+            self._write(part)
             if isinstance(error, ClientDisconnect):
-                raise BadContent("the connection broke before the whole body had come; send the rest") from None
+                raise BadContent("the connection broke before the body was complete; send the rest") from None
             raise
 
     def _begin(self, assignment_id: str, digest: str, first: int, total: int) -> tuple[_Part, int]:
-        """Return the part that a call goes on with, one of its calls from now on, and the call's turn."""
+        """Return the part that a call continues, and the call's turn."""
         received = self.received(assignment_id, digest)
         part = self._parts.get(assignment_id)
         if first == 0 and (part is None or (part.digest, part.total) != (digest, total) or received):
             received = 0
             self.forget(assignment_id)
-            # A name of its own: another thread may still remove the former file.
+            # A new name: another thread may still remove the former file.
             path = self._folder / f"{assignment_id}.{secrets.token_hex(8)}.part"
             part = self._parts[assignment_id] = _Part(digest, total, path, self._clock())
             with self._store.troubles.of_blobs():
                 make_folder(self._folder)
                 os.close(private(part.path, os.O_WRONLY | os.O_CREAT))
         if part is None or received != first or part.total != total:
-            raise WrongRange(f"{received} bytes of this update are here; go on with the next")
+            raise WrongRange(f"{received} bytes of this update have arrived; continue with the next byte")
         with part.lock:
             if self._parts.get(assignment_id) is not part:
-                raise WrongRange("the part of this update that had arrived is gone; begin with its first byte")
+                raise WrongRange("the received part of this update was removed; send it again from its first byte")
             part.turn += 1
             part.calls += 1
             return part, part.turn
 
     def _write(self, part: _Part) -> None:
-        """Write to the file what has been gathered."""
+        """Write the gathered pieces to the file."""
         with part.lock:
-            # Only this function takes from it; later pieces are appended meanwhile.
+            # Only this function takes pieces; others append meanwhile.
             pieces = [part.gathered.popleft() for _ in range(len(part.gathered))]
             size = sum(map(len, pieces))
             if not size or part.forgotten:
                 return
-            if part.received + size > part.total:  # a whole update is never written again: it may be a blob already
-                raise BadContent("more has come than Content-Range says; send the update again")
+            # A complete update must not be written again: it may be a blob already.
+            if part.received + size > part.total:
+                raise BadContent("the body is longer than its Content-Range; send the update again")
             with self._store.troubles.of_blobs(size), part.path.open("r+b") as file:
                 file.seek(part.received)
                 file.writelines(pieces)
-                file.truncate()  # the rest of a write that a full disk has cut off
-            for piece in pieces:  # while caches hold it
+                # A full disk may have cut off an earlier write.
+                file.truncate()
+            for piece in pieces:
                 part.found.update(piece)
             part.received += size
             part.touched = self._clock()
@@ -276,25 +285,26 @@ class Uploads:
         self._write(part)
         with part.lock, self._store.troubles.of_blobs():
             if part.turn != turn:
-                raise WrongRange("another call goes on with this update, or has brought it; ask how much is here")
+                raise WrongRange("another call continues or has sent this update; ask how many bytes have arrived")
             return map_file(part.path), part.found.hexdigest()
 
     def close(self) -> None:
-        """Take in no more updates."""
+        """Stop accepting updates."""
         self._sending.close()
 
     def forget(self, assignment_id: str) -> None:
-        """Remove the part of an assignment's update that has arrived, if any."""
+        """Remove the received part of an assignment's update, if any."""
         part = self._parts.pop(assignment_id, None)
         if part is not None:
             with part.lock:
                 part.turn += 1
-                part.forgotten = True  # pieces of a call that goes on are dropped
+                # Later pieces of a call in progress are dropped.
+                part.forgotten = True
                 part.gathered.clear()
                 part.path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove parts that nobody continues, and those of settled assignments; may be called at any time."""
+        """Remove abandoned parts and parts of settled assignments; may be called at any time."""
         now = self._clock()
         if not self._parts or now - self._swept < SWEEP_SECONDS:
             return

@@ -1,14 +1,14 @@
-"""``sparrow backup TARGET``: a copy of a coordinator, running or not, that fits together.
+"""``sparrow backup TARGET``: a consistent copy of a coordinator, running or not.
 
-TARGET gets ``coordinator.sqlite3`` (of PostgreSQL ``records.dump``, made by pg_dump), ``blobs/`` and, last,
-``backup.json``: without that file it is not complete. Which coordinator is said by the settings that it has itself
-(``COORDINATOR_*``); ``sparrow restore`` brings a copy back.
+TARGET gets ``coordinator.sqlite3`` (for PostgreSQL ``records.dump``, by pg_dump), ``blobs/`` and finally
+``backup.json``, without which the copy is incomplete. The coordinator is found by its settings (``COORDINATOR_*``).
+``sparrow restore`` restores a copy.
 
-Every file is compared with its digest as it is copied, and the copy again; ``backup.json`` names them all.
+Every file and its copy are checked against the digest; ``backup.json`` lists them all.
 
-The records come first, as of one moment; then the blobs that they name. A coordinator that goes on deletes what it does
-not need any more: where that has taken a blob, newer records are copied, and what these name. Blobs never change under
-their names, so each is copied once.
+The records are copied first, as of one moment, then the blobs that they name. A running coordinator deletes blobs that
+it does not need any more. If one of these is missing, the newer records and their blobs are copied. Blobs never change
+under their names, so each is copied once.
 """
 
 from __future__ import annotations
@@ -45,26 +45,29 @@ from ..storage.failing import database_errors
 from ..storage.store import RECORDS_FILE, open_blobs
 from ..storage.tables import Assignment, Federation, Model, Round
 
-DUMP_FILE, SUMMARY_FILE, BLOBS_FOLDER = "records.dump", "backup.json", "blobs"
+DUMP_FILE = "records.dump"
+SUMMARY_FILE = "backup.json"
+BLOBS_FOLDER = "blobs"
 TRIES = 50
 KEY = re.compile(r"[0-9]{1,18}/[a-z]+/[A-Za-z0-9_-][A-Za-z0-9._-]*")
-"""A blob's key. No other is read or written: a hostile backup could name files outside of the folder."""
+"""Valid keys of blobs: a hostile backup could name files outside the folder."""
 FORMAT = 2
 
 
 def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Copy the coordinator of these settings to the folder ``target``; returns what ``backup.json`` says.
+    """Copy the coordinator of these settings to the folder ``target``; return the content of ``backup.json``.
 
-    copied: called when the records of one try are there. Raises BackupFailed, NoRecords.
+    copied: called after each copy of the records. Raises BackupFailed, NoRecords.
     """
     records = settings.data_dir / RECORDS_FILE
     if settings.database_url is None and not records.exists():
-        raise NoRecords(f"there are no records in {settings.data_dir}; set COORDINATOR_DATA_DIR to the coordinator's")
+        raise NoRecords(f"{settings.data_dir} has no records; set COORDINATOR_DATA_DIR to the coordinator's folder")
     if target.exists() and any(target.iterdir()):
         raise BackupFailed(f"{target} is not empty; give a new folder")
     make_folder(target)
     gone: set[str] = set()
-    source, kept = open_blobs(settings.data_dir, settings.blobs), FolderBlobs(target / BLOBS_FOLDER)
+    source = open_blobs(settings.data_dir, settings.blobs)
+    kept = FolderBlobs(target / BLOBS_FOLDER)
     for _ in range(TRIES):
         with _records_of(settings, target) as connection, Session(connection) as db:
             named = blobs_named(db)
@@ -80,8 +83,8 @@ def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambd
             break
     else:
         raise BackupFailed(
-            f"rounds closed faster than their blobs could be copied, {TRIES} times; pause the federations (PATCH with "
-            f"the action pause), make the backup, and resume them"
+            f"rounds closed faster than their blobs could be copied, {TRIES} times; run sparrow federation pause for "
+            f"each federation, repeat the backup, and resume them"
         )
     summary["records_sha256"] = hashlib.sha256(read_file(target / summary["records"])).hexdigest()
     folder = target / BLOBS_FOLDER
@@ -92,20 +95,21 @@ def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambd
 
 
 def check_copy(copy: Path, summary: dict[str, Any]) -> None:
-    """Raise BackupFailed, with the names, where a file of a backup is missing or not what ``backup.json`` says."""
-    blobs, damaged = FolderBlobs(copy / BLOBS_FOLDER), []
+    """Raise BackupFailed, with the names, if a file of a backup is missing or does not match ``backup.json``."""
+    blobs = FolderBlobs(copy / BLOBS_FOLDER)
+    damaged = []
     records = copy / summary["records"]
     if not records.is_file() or hashlib.sha256(read_file(records)).hexdigest() != summary["records_sha256"]:
         damaged.append(summary["records"])
     for key in summary["blobs"]:
         try:
             if KEY.fullmatch(key) is None:
-                raise ValueError(f"{key!r} is no key of a blob")
+                raise ValueError(f"{key!r} is not a valid key")
             blobs.load(key)
         except (Damaged, ValueError):
             damaged.append(repr(key)[1:-1])
     if damaged:
-        raise BackupFailed(f"{copy} is damaged: {', '.join(damaged)}; take another backup")
+        raise BackupFailed(f"{copy} is damaged: {', '.join(damaged)}; use another backup")
 
 
 def blobs_named(db: Session) -> set[str]:
@@ -128,10 +132,11 @@ def blobs_named(db: Session) -> set[str]:
 
 
 def _copy(source: Blobs, kept: Blobs, ids: Sequence[int], named: set[str], gone: set[str]) -> bool:
-    """Copy the named blobs and all other models and masks; return False if a named one has gone.
+    """Copy the named blobs and all other models and masks; return False if a named one was deleted meanwhile.
 
-    Newer records may name a model that is here already, and has gone by then. gone: those that had gone before; one
-    that newer records name as well is lost. Raises BackupFailed where any is, or is damaged."""
+    gone: blobs missing in earlier tries; one that newer records still name is lost. Raises BackupFailed if any is lost
+    or damaged.
+    """
     wanted = sorted(named)
     for number in ids:
         wanted += source.keys(f"{number}/models") + source.keys(f"{number}/masks")
@@ -150,23 +155,25 @@ def _copy(source: Blobs, kept: Blobs, ids: Sequence[int], named: set[str], gone:
                 gone.add(key)
     if damaged:
         raise BackupFailed(
-            f"damaged or missing: {', '.join(damaged)}; this copy is not complete: bring these back from an earlier "
-            f"backup, or restore that"
+            f"damaged or missing: {', '.join(damaged)}; the copy is incomplete: restore these files or everything "
+            f"from an earlier backup"
         )
     return not gone & named
 
 
 @contextmanager
 def _records_of(settings: Settings, target: Path) -> Iterator[Connection]:
-    """Copy the records; gives a connection that sees them as they were copied."""
+    """Context manager: copy the records; gives a connection to the state that was copied."""
     if settings.database_url is None:
         copy = target / RECORDS_FILE
-        where = f"file:{settings.data_dir.resolve() / RECORDS_FILE}?mode=rw"
+        uri = f"file:{settings.data_dir.resolve() / RECORDS_FILE}?mode=rw"
         os.close(private(copy, os.O_RDWR | os.O_CREAT))
-        with closing(sqlite3.connect(where, uri=True)) as source, closing(sqlite3.connect(copy)) as made:
+        with closing(sqlite3.connect(uri, uri=True)) as source, closing(sqlite3.connect(copy)) as made:
             source.backup(made)
-            made.execute("PRAGMA journal_mode=DELETE")  # one file, for any later copy
-        check_sqlite(copy)  # pages are copied as they are
+            # Without a WAL the database is one file.
+            made.execute("PRAGMA journal_mode=DELETE")
+        # The backup copies damaged pages unseen.
+        check_sqlite(copy)
         engine = create_engine(f"sqlite:///{copy.resolve()}")
         try:
             with engine.connect() as connection:
@@ -178,7 +185,8 @@ def _records_of(settings: Settings, target: Path) -> Iterator[Connection]:
     engine = connect(address)
     try:
         os.close(private(target / DUMP_FILE, os.O_RDWR | os.O_CREAT))
-        with engine.connect() as connection:  # its transaction keeps the snapshot that pg_dump shares
+        # The open transaction keeps the snapshot that pg_dump uses.
+        with engine.connect() as connection:
             snapshot = connection.scalar(text("SELECT pg_export_snapshot()"))
             run_postgresql(
                 address, "pg_dump", "--format=custom", f"--snapshot={snapshot}", f"--file={target / DUMP_FILE}"
@@ -190,16 +198,17 @@ def _records_of(settings: Settings, target: Path) -> Iterator[Connection]:
 
 
 def run_postgresql(address: str, program: str, *arguments: str) -> None:
-    """Run one of PostgreSQL's programs on a database; the password is not on its command line.
+    """Run one of PostgreSQL's programs on a database, without the password on its command line.
 
     Raises BackupFailed, MissingProgram.
     """
     url = make_url(address).set(drivername="postgresql")
     password = {"PGPASSWORD": str(url.password)} if url.password else {}
-    where = f"--dbname={url._replace(password=None).render_as_string()}"
+    database = f"--dbname={url._replace(password=None).render_as_string()}"
     if shutil.which(program) is None:
-        raise MissingProgram(f"{program} is not installed here; install PostgreSQL's client of the server's version")
-    done = subprocess.run([program, where, *arguments], env={**os.environ, **password}, capture_output=True, text=True)
+        raise MissingProgram(f"{program} is not installed here; install the PostgreSQL client of the server's version")
+    command = [program, database, *arguments]
+    done = subprocess.run(command, env={**os.environ, **password}, capture_output=True, text=True)
     if done.returncode:
         raise BackupFailed(f"{program} failed: {done.stderr.strip()[-1000:]}")
 
@@ -226,10 +235,10 @@ def _run(options: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "sparrow backup",
-    "Copy a coordinator, running or not, so that records and models fit together.",
+    "Copy the records and models of a coordinator, running or not.",
     _options,
     _run,
-    epilog="Finds it by its own settings: COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL, COORDINATOR_BLOBS.",
+    epilog="The coordinator's settings apply: COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL, COORDINATOR_BLOBS.",
 )
 main = COMMAND.main
 

@@ -1,9 +1,9 @@
-"""``sparrow evaluate``: have a running coordinator evaluate its global model on a test file.
+"""``sparrow evaluate``: evaluate a running coordinator's global model on a test file.
 
     sparrow evaluate digits --server http://HOST:8000 --data test.npz
 
-The file is what numpy.savez wrote: samples as the model takes them, scaled as in training, and their classes. Exit
-codes: docs/cli.md.
+The file is made with numpy.savez: the model's inputs, scaled as in training, and their classes. Exit codes:
+docs/cli.md.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def evaluate(
 ) -> Evaluation:
     """Return the coordinator's evaluation of its global model.
 
-    token: an admin's; by default that of SPARROW_ADMIN_TOKEN. trust: certificates for https.
+    token: an admin's; by default SPARROW_ADMIN_TOKEN. trust: certificates for https.
 
-    Raises FileNotFoundError, OperatorError, NoAnswer, EvaluationRefused; WrongUsage for an address or certificate that
-    cannot be used.
+    Raises FileNotFoundError, OperatorError, NoAnswer, EvaluationRefused; WrongUsage for an invalid address or
+    certificate.
     """
     if not data.is_file():
         raise FileNotFoundError(f"there is no file {data}")
@@ -51,9 +51,9 @@ def evaluate(
         with data.open("rb") as file, np.lib.npyio.NpzFile(file) as arrays:
             tensors = {"inputs": arrays[inputs], "targets": arrays[targets]}
     except KeyError as missing:
-        raise OperatorError(f"{data}: {missing}; name its arrays with --inputs and --targets") from None
+        raise OperatorError(f"{data}: {missing}; give the arrays' names with --inputs and --targets") from None
     except (OSError, ValueError, EOFError, TypeError, BadZipFile) as error:
-        raise OperatorError(f"{data} is not a file that numpy.savez wrote: {error}") from None
+        raise OperatorError(f"{data} is not an npz file ({error}); make one with numpy.savez") from None
     token = token or os.environ.get("SPARROW_ADMIN_TOKEN")
     allowed = {"Authorization": f"Bearer {token}"} if token else {}
     headers = {"Content-Type": checkpoint.MEDIA_TYPE, **allowed}
@@ -89,9 +89,9 @@ def evaluate(
 def _options(parser: Parser) -> None:
     parser.add_argument("federation", metavar="FEDERATION", help="the federation's name")
     add_server(parser)
-    parser.add_argument("--data", type=Path, required=True, help="test file, as numpy.savez writes it")
-    parser.add_argument("--inputs", default="inputs", help="its array of samples (default: %(default)s)")
-    parser.add_argument("--targets", default="targets", help="its array of classes (default: %(default)s)")
+    parser.add_argument("--data", type=Path, required=True, help="test file, made with numpy.savez")
+    parser.add_argument("--inputs", default="inputs", help="array of samples in the file (default: %(default)s)")
+    parser.add_argument("--targets", default="targets", help="array of classes in the file (default: %(default)s)")
     add_json(parser)
     tls.add_options(parser)
 
@@ -111,10 +111,10 @@ def _run(options: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "sparrow evaluate",
-    "Have a running coordinator evaluate its global model on a test file.",
+    "Evaluate a running coordinator's global model on a test file.",
     _options,
     _run,
-    epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
+    epilog="Set SPARROW_ADMIN_TOKEN if the coordinator requires an admin token.",
 )
 main = COMMAND.main
 

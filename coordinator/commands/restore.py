@@ -1,11 +1,10 @@
-"""``sparrow restore SOURCE``: restore a backup into an empty folder or database.
+"""``sparrow restore SOURCE``: restore a backup of ``sparrow backup`` into an empty folder or database.
 
-SOURCE is a folder that ``sparrow backup`` has made; where it goes is said by the coordinator's settings
-(``COORDINATOR_*``). Everything is checked first; what lies there already is never touched. The records come last, so
-that a restore which was cut off is no coordinator that lacks its models.
+The coordinator's settings (``COORDINATOR_*``) name the target. Everything is checked first, and existing data is never
+changed. The records come last, so that an interrupted restore leaves no coordinator without its models.
 
-Devices that are ahead of the backup get along: updates for assignments that are not known any more are dropped, and who
-holds a model or mask that is not known is sent the whole. Devices that enrolled later must enrol again.
+Devices that are ahead of the backup continue: updates of unknown assignments are dropped, and a device with an unknown
+model or mask gets the whole model. Devices that enrolled after the backup must enrol again.
 """
 
 from __future__ import annotations
@@ -38,22 +37,26 @@ from .backup import (
 
 
 def bring_back(settings: Settings, source: Path) -> None:
-    """Restore the backup in ``source`` to where these settings keep records and blobs.
+    """Restore the backup in ``source`` to the storage of these settings.
 
-    Raises NoRecords where there is none, BackupFailed.
+    Raises NoRecords if there is no backup, and BackupFailed.
     """
     try:
         summary = json.loads((source / SUMMARY_FILE).read_text())
     except FileNotFoundError:
         raise NoRecords(f"{source} has no {SUMMARY_FILE}: it is not a complete backup; give another folder") from None
     except ValueError:
-        raise BackupFailed(f"{source / SUMMARY_FILE} is damaged; take another backup") from None
+        raise BackupFailed(f"{source / SUMMARY_FILE} is damaged; use another backup") from None
     if summary["format"] != FORMAT:
-        raise BackupFailed(f"{source} is of format {summary['format']}, this version reads {FORMAT}; update it")
+        raise BackupFailed(
+            f"{source} has format {summary['format']}, this version reads {FORMAT}; use the version that made it"
+        )
     to_server = settings.database_url is not None
     if summary["records"] != (DUMP_FILE if to_server else RECORDS_FILE):
         kinds = ("PostgreSQL", "SQLite") if to_server else ("SQLite", "PostgreSQL")
-        raise BackupFailed(f"the settings say {kinds[0]}, the backup is of {kinds[1]}; change COORDINATOR_DATABASE_URL")
+        raise BackupFailed(
+            f"the settings are for {kinds[0]}, the backup is of {kinds[1]}; change COORDINATOR_DATABASE_URL"
+        )
     made = FolderBlobs(source / BLOBS_FOLDER)
     check_copy(source, summary)
     make_folder(settings.data_dir)
@@ -76,22 +79,22 @@ def bring_back(settings: Settings, source: Path) -> None:
 
 
 def _check_empty(settings: Settings) -> None:
-    """Raise BackupFailed where there are records or blobs already."""
+    """Raise BackupFailed if there are records or blobs already."""
     if settings.database_url is not None:
         engine = connect(settings.database_url.get_secret_value())
         try:
             if "federations" in inspect(engine).get_table_names():
-                raise BackupFailed("the PostgreSQL database has a coordinator's tables already; give an empty one")
+                raise BackupFailed("the PostgreSQL database already has a coordinator's tables; use an empty database")
         finally:
             engine.dispose()
     elif (settings.data_dir / RECORDS_FILE).exists():
-        raise BackupFailed(f"{settings.data_dir} has records already; move the folder away, or give another one")
+        raise BackupFailed(f"{settings.data_dir} already has records; move it, or set another COORDINATOR_DATA_DIR")
     if open_blobs(settings.data_dir, settings.blobs).keys("1/models"):
-        raise BackupFailed("there are blobs already; give an empty folder, or another prefix in COORDINATOR_BLOBS")
+        raise BackupFailed("the blobs already exist; set another COORDINATOR_DATA_DIR or prefix in COORDINATOR_BLOBS")
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("source", type=Path, help="the folder of a backup")
+    parser.add_argument("source", type=Path, help="folder of a backup")
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -106,7 +109,7 @@ COMMAND = Command(
     "Restore a backup into an empty folder or database.",
     _options,
     _run,
-    epilog="Goes where COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL and COORDINATOR_BLOBS say.",
+    epilog="COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL and COORDINATOR_BLOBS name the target.",
 )
 main = COMMAND.main
 

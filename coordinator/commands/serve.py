@@ -1,8 +1,7 @@
-"""``sparrow serve``: the coordinator, as ``uvicorn coordinator.main:app`` runs it.
+"""``sparrow serve``: run the coordinator, like ``uvicorn coordinator.main:app``, with one-line errors at the start.
 
-It says in one line why it cannot start. Its settings are environment variables ``COORDINATOR_*``
-(docs/settings.md). Where other machines reach it and there is no token yet, it makes one of each kind. For several
-processes, and for uvicorn's other options, call uvicorn itself.
+Its settings are the environment variables ``COORDINATOR_*`` (docs/settings.md). If other machines can reach it and no
+token is set, it makes one of each kind. For several processes and other options use uvicorn.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LAST_PORT = 65535
 
 
 class _Observed:
-    """An ASGI application that keeps the error which ended its start, since uvicorn shows only its traceback."""
+    """ASGI application that keeps the error of its start, of which uvicorn shows only the traceback."""
 
     def __init__(self, app: Callable[..., Any]) -> None:
         self._app = app
@@ -52,15 +51,16 @@ class _Observed:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there; for port 0 the system chooses one. Raises WrongUsage, OperatorError."""
-    if not 0 <= port <= LAST_PORT:  # the system's resolver would take the rest of a division by 65536
-        raise WrongUsage(f"--port {port}: there is no such port; choose one from 1 to {LAST_PORT}, or 0 for any")
+    """Return a listening socket; port 0 lets the system choose. Raises WrongUsage, OperatorError."""
+    # The system's resolver takes ports modulo 65536.
+    if not 0 <= port <= LAST_PORT:
+        raise WrongUsage(f"--port {port}: not a port; choose one from 1 to {LAST_PORT}, or 0 for any")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # asyncio sends at once only on what says that it is TCP
+        # asyncio sets TCP_NODELAY only if the protocol is given.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except (socket.gaierror, OverflowError, UnicodeError) as error:
-        raise WrongUsage(f"--host {host} --port {port}: {error}") from None
+        raise WrongUsage(f"--host {host} --port {port}: {error}; give a host name or address of this machine") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -73,10 +73,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all (default: %(default)s)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on, 0.0.0.0 for all (default: %(default)s)"
+    )
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="serve https, with this certificate")
-    parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, unless it is in the same file")
+    parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="serve https with this certificate")
+    parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="the certificate's key, if in another file")
     add_help_settings(parser, Settings, "the COORDINATOR_* variables", prefix="COORDINATOR_")
 
 
@@ -86,9 +88,10 @@ def _run(options: argparse.Namespace) -> None:
         if path is not None and not path.is_file():
             raise FileNotFoundError(f"{option}: there is no file {path}")
     if options.ssl_keyfile is not None and options.ssl_certfile is None:
-        raise WrongUsage("--ssl-keyfile is of no use alone; give --ssl-certfile as well")
+        raise WrongUsage("--ssl-keyfile needs --ssl-certfile; give both")
     with listen(options.host, options.port) as listener:
-        from ..main import create_app  # it looks at the environment when it is imported
+        # Importing it reads the environment.
+        from ..main import create_app
 
         host, port = listener.getsockname()[:2]
         listening = Listening(host, port, options.ssl_certfile is not None)
@@ -103,10 +106,11 @@ def _run(options: argparse.Namespace) -> None:
             )
         )
         try:
-            with suppress(SystemExit):  # it says so where it did not start
+            # Raised after a failed start, which is reported below.
+            with suppress(SystemExit):
                 server.run([listener])
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("stopped; the same command goes on where it was") from None
+            raise KeyboardInterrupt("stopped; run the same command to continue") from None
     if observed.failure is not None:
         with database_errors(settings.data_dir):
             raise observed.failure
@@ -119,8 +123,8 @@ COMMAND = Command(
     "Run the coordinator.",
     _options,
     _run,
-    epilog="Its settings are environment variables COORDINATOR_*; without any it makes a federation called default and "
-    "keeps its data in ~/.local/state/sparrow-coordinator. Where other machines reach it, it makes tokens at its first "
+    epilog="Set it up with environment variables COORDINATOR_*. By default it creates the federation default and keeps "
+    "its data in ~/.local/state/sparrow-coordinator. If other machines can reach it, it makes tokens at its first "
     "start, unless some are set.",
 )
 main = COMMAND.main

@@ -1,6 +1,6 @@
-"""The lines that a coordinator logs when it has started: its data folder, its page, and how a device joins.
+"""Lines logged at the coordinator's start: its data folder, its page, and the command with which a device joins.
 
-An application is not told where its server listens, so only ``sparrow serve`` has the last two.
+Only ``sparrow serve`` knows its address, and logs the last two.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..settings import Settings
 from ..storage.blobs import flush, flush_folder, private
 
 TOKENS_FILE = "tokens.sh"
-"""In the data folder: the tokens that ``sparrow serve`` has made."""
+"""File in the data folder with the tokens that ``sparrow serve`` made."""
 
 
 @dataclass(frozen=True)
 class Listening:
-    """The address on which a coordinator listens."""
+    """The address on which the coordinator listens."""
 
     host: str
     port: int
@@ -31,14 +31,15 @@ class Listening:
 
     @property
     def url(self) -> str:
-        """Return the address at which others reach it: this machine's in its network, if it listens on all."""
+        """Return the address for other machines; if it listens on all addresses, this machine's in its network."""
         return f"http{'s' if self.tls else ''}://{in_url(_in_network(self.host))}:{self.port}"
 
 
 def keep_tokens(folder: Path, secrets: Mapping[Kind, str]) -> None:
-    """Write tokens to ``TOKENS_FILE`` in a folder, where its owner alone reads them, as a shell's variables."""
+    """Write tokens as shell variables to ``TOKENS_FILE``, readable only by its owner."""
     path = folder / TOKENS_FILE
-    path.unlink(missing_ok=True)  # another one's rights would stay
+    # An existing file would keep its permissions.
+    path.unlink(missing_ok=True)
     with open(path, "w", opener=private) as file:
         file.writelines(f"export {_variable(kind)}={secret}\n" for kind, secret in secrets.items())
     flush(path)
@@ -46,25 +47,25 @@ def keep_tokens(folder: Path, secrets: Mapping[Kind, str]) -> None:
 
 
 def first_join(settings: Settings, listening: Listening, secrets: Mapping[Kind, str]) -> Iterator[str]:
-    """Yield what to say once of the tokens that a coordinator made at its first start on a network."""
+    """Yield the lines, shown once, about the tokens made at the first start on a network."""
     path = settings.data_dir / TOKENS_FILE
     server = f"--server {listening.url}"
-    yield f"Other machines reach this coordinator, so its calls need tokens. They are kept in {path}; shown this once:"
+    yield f"Other machines can reach this coordinator, so its calls need tokens, kept in {path} and shown only now:"
     yield ""
-    yield "  a device on another machine joins with"
+    yield "  join with a device on another machine:"
     join = f"sparrow join {server}{_federation(settings)}"
     yield f"    {_variable('enrolment')}={secrets['enrolment']} {join}"
-    yield f"  the page {listening.url}/ asks for a token, which is"
+    yield f"  sign in at {listening.url}/ with the admin token:"
     yield f"    {secrets['admin']}"
-    yield "  commands on this machine have all of them after"
+    yield "  set all tokens in a shell on this machine:"
     yield f"    . {shlex.quote(str(path))}"
     yield ""
     if not listening.tls:
-        yield "Tokens go over plain http: beyond your own network give --ssl-certfile, or use a proxy with TLS."
+        yield "Plain http sends tokens unencrypted: beyond your own network, give --ssl-certfile or use a TLS proxy."
 
 
 def introduction(settings: Settings, listening: Listening | None, *, enrolment_guarded: bool) -> Iterator[str]:
-    """Yield what to say when the coordinator answers. enrolment_guarded: whether devices need a token to enrol."""
+    """Yield the lines logged once the coordinator answers. enrolment_guarded: whether devices need a token to enrol."""
     yield f"data folder: {settings.data_dir}"
     if listening is None:
         return
@@ -74,7 +75,7 @@ def introduction(settings: Settings, listening: Listening | None, *, enrolment_g
     if (settings.data_dir / TOKENS_FILE).exists():
         yield f"tokens: {settings.data_dir / TOKENS_FILE}"
     if is_loopback(listening.host):
-        yield "only this machine can reach it; --host 0.0.0.0 lets others"
+        yield "only this machine can reach it; let others with --host 0.0.0.0"
 
 
 def _federation(settings: Settings) -> str:
@@ -82,12 +83,12 @@ def _federation(settings: Settings) -> str:
 
 
 def _variable(kind: Kind) -> str:
-    """Return the variable from which commands read a token."""
+    """Return the environment variable from which commands read a token."""
     return f"SPARROW_{kind.upper()}_TOKEN"
 
 
 def _in_network(host: str) -> str:
-    """Return the address by which others call this machine, if it listens on all of its addresses."""
+    """Return ``host``, or this machine's address in its network if ``host`` stands for all addresses."""
     if not is_unspecified(host):
         return host
     return in_network(6 if ":" in host else 4) or socket.gethostname()

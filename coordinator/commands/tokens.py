@@ -1,12 +1,11 @@
-"""``sparrow token``: make, list and revoke tokens of operators, and take devices' tokens away.
+"""``sparrow token``: make, list and revoke tokens of operators, and revoke tokens of devices.
 
     sparrow token create enrolment --uses 20 --expires 7d --note "lab 3"
     sparrow token list
     sparrow token revoke 3f0c9a52d1e84b67
 
-It works on the records themselves, found by the same COORDINATOR_* settings as the coordinator's, which may be running;
-changes take effect there within seconds. A secret is printed once, alone on stdout, and kept as its SHA-256 only.
-Exit codes: docs/cli.md.
+It changes the records directly, found by the coordinator's COORDINATOR_* settings. A running coordinator follows within
+seconds. A secret is printed once, on stdout without other text; only its SHA-256 is kept. Exit codes: docs/cli.md.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ UNITS = {"m": 60, "h": 3600, "d": 24 * 3600}
 
 @contextmanager
 def records(settings: Settings) -> Iterator[Session]:
-    """Open a transaction on the coordinator's records, committed when the block ends. Raises NoRecords, BadStorage."""
+    """Context manager: a transaction on the coordinator's records. Raises NoRecords, BadStorage."""
     if settings.database_url is not None:
         engine = open_database(settings.database_url.get_secret_value())
     else:
         path = settings.data_dir / "coordinator.sqlite3"
         if not path.exists():
-            raise NoRecords(f"there is no {path}; set COORDINATOR_DATA_DIR as for the coordinator, which makes it")
+            raise NoRecords(f"{path} does not exist; start the coordinator once, or set its COORDINATOR_DATA_DIR")
         engine = open_database(path)
     try:
         with Session(engine.execution_options(**WRITING)) as db, db.begin():
@@ -61,7 +60,7 @@ def records(settings: Settings) -> Iterator[Session]:
 def create(
     db: Session, kind: str, now: float, *, note: str, uses: int | None, seconds: float | None, federation: str | None
 ) -> tuple[Token, str]:
-    """Create a token; return it and its secret. seconds: how long it is valid; None for ever. Raises NotFound."""
+    """Create a token; return it and its secret. seconds: its lifetime; None for ever. Raises NotFound."""
     federation_id = None if federation is None else _named(db, federation).id
     token, secret = new_token(kind, now, note=note, uses=uses, seconds=seconds, federation_id=federation_id)
     db.add(token)
@@ -69,26 +68,26 @@ def create(
 
 
 def _named(db: Session, name: str) -> Federation:
-    """Return the federation of this name. Raises NotFound, naming those that there are."""
+    """Return the federation of this name. Raises NotFound, listing the existing ones."""
     try:
         return find(db, name)
     except NotFound:
         there = sorted(db.scalars(select(Federation.name)))
-        said = f"there are {', '.join(there)}{nearest(name, there)}" if there else "there is none yet"
-        raise NotFound(f"there is no federation {name!r}; {said}") from None
+        hint = f"there are {', '.join(there)}{nearest(name, there)}" if there else "create one first"
+        raise NotFound(f"there is no federation {name!r}; {hint}") from None
 
 
 def revoke(db: Session, wanted: str, now: float) -> str:
-    """Revoke the operator's or the device's token with this id; return a sentence that says so. Raises NotFound."""
+    """Revoke the operator's or device's token with this id; return a confirmation. Raises NotFound."""
     token = db.get(Token, wanted)
     if token is not None:
         token.revoked_at = token.revoked_at or now
-        return f"the {token.kind} token {token.id} is revoked"
+        return f"revoked the {token.kind} token {token.id}"
     device = db.get(Device, wanted)
     if device is None:
-        raise NotFound(f"there is no token and no device with the id {wanted!r}; list shows those of tokens")
+        raise NotFound(f"no token or device has the id {wanted!r}; sparrow token list shows the tokens")
     revoke_device(db, device)
-    return f"the device {device.name} is revoked"
+    return f"revoked the device {device.name}"
 
 
 def describe(token: Token, federation: str | None, now: float) -> dict[str, Any]:
@@ -117,12 +116,13 @@ def _run(options: argparse.Namespace) -> None:
     if options.command == "create":
         _check(options)
     if options.command == "revoke":
-        sure(options, f"Take the token {options.id} away for good?", f"whoever has {options.id} could do nothing here")
+        sure(options, f"Revoke the token {options.id} for good?", f"the holder of {options.id} would lose access")
     settings = read_settings()
     now = SteadyClock(settings.data_dir)()
     with database_errors(settings.data_dir), records(settings) as db:
         text = {"create": _create, "list": _list, "revoke": _revoke}[options.command](db, options, now)
-    print(text)  # not before the commit: a secret that was shown is good
+    # Printed after the commit, so that a secret that was shown is valid.
+    print(text)
 
 
 def _create(db: Session, options: argparse.Namespace, now: float) -> str:
@@ -140,7 +140,7 @@ def _create(db: Session, options: argparse.Namespace, now: float) -> str:
         return json.dumps({**about, "secret": secret})
     until = f"until {about['expires_at']}" if about["expires_at"] else "for ever"
     uses = f", for {token.max_uses} devices" if token.max_uses else ""
-    print(f"{token.kind} token {token.id}, good {until}{uses}; its secret is shown this once:", file=sys.stderr)
+    print(f"{token.kind} token {token.id}, valid {until}{uses}; its secret is shown only now:", file=sys.stderr)
     return secret
 
 
@@ -167,35 +167,35 @@ def _list(db: Session, options: argparse.Namespace, now: float) -> str:
 
 
 def _revoke(db: Session, options: argparse.Namespace, now: float) -> str:
-    said = revoke(db, options.id, now)
-    return json.dumps({"id": options.id, "revoked": True}) if options.json else f"{said}, at once or within {SOON}"
+    done = revoke(db, options.id, now)
+    return json.dumps({"id": options.id, "revoked": True}) if options.json else f"{done}{SOON}"
 
 
-SOON = f"{REMEMBER_SECONDS:g} seconds where a coordinator runs"
+SOON = f"; a running coordinator follows within {REMEMBER_SECONDS:g} seconds"
 
 
 def _options(parser: Parser) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     making = commands.add_parser("create", help="make a token and print its secret")
     making.add_argument("kind", choices=KINDS)
-    making.add_argument("--note", type=_note, default="", help="what it is for, up to 200 characters")
-    making.add_argument("--uses", type=_count, help="how many devices an enrolment token lets in (default: any number)")
+    making.add_argument("--note", type=_note, default="", help="purpose of the token, up to 200 characters")
+    making.add_argument("--uses", type=_count, help="number of devices that may enrol with it (default: any)")
     making.add_argument("--expires", type=_seconds, metavar="TIME", help="30m, 12h or 7d from now (default: never)")
-    making.add_argument("--federation", help="the only federation that it is for (default: all)")
+    making.add_argument("--federation", help="limit the token to this federation (default: all)")
     listing = commands.add_parser("list", help="show all tokens, without their secrets")
-    revoking = commands.add_parser("revoke", help="take a token away, or a device's")
+    revoking = commands.add_parser("revoke", help="revoke a token or a device")
     add_yes(revoking)
-    revoking.add_argument("id", help="of a token, as list shows it, or of a device")
+    revoking.add_argument("id", help="id of a token (sparrow token list) or of a device")
     for command in (making, listing, revoking):
         add_json(command)
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise WrongUsage for what no such token can have."""
+    """Raise WrongUsage for options that do not fit the kind of token."""
     if options.uses is not None and options.kind != "enrolment":
-        raise WrongUsage("--uses counts devices that are enrolled: leave it out")
+        raise WrongUsage("--uses is only for enrolment tokens; leave it out")
     if options.federation is not None and options.kind == "admin":
-        raise WrongUsage("--federation: an admin token is for the whole coordinator: leave it out")
+        raise WrongUsage("--federation: an admin token is for all federations; leave the option out")
 
 
 def _note(text: str) -> str:
@@ -219,10 +219,10 @@ def _seconds(text: str) -> float:
 
 COMMAND = Command(
     "sparrow token",
-    "Make, list and revoke tokens, beside a running coordinator or without one.",
+    "Make, list and revoke tokens, whether or not the coordinator is running.",
     _options,
     _run,
-    epilog="Finds the records by COORDINATOR_DATA_DIR or COORDINATOR_DATABASE_URL.",
+    epilog="Set COORDINATOR_DATA_DIR or COORDINATOR_DATABASE_URL as for the coordinator.",
 )
 main = COMMAND.main
 

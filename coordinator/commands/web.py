@@ -1,11 +1,11 @@
-"""``sparrow web``: what pages in browsers need to train, downloaded once for a coordinator.
+"""``sparrow web``: download the packages with which pages in browsers train, once per coordinator.
 
     sparrow web
     sparrow web --file onnxruntime-web-1.30.0.tgz noble-ed25519-3.2.0.tgz
 
-The packages come from the npm registry that NPM_CONFIG_REGISTRY names, or the public one, or are given as files, as
-``npm pack`` saves them. They are kept beside the installation (``coordinator/web/runtime.py``); a coordinator that runs
-finds them. Exit codes: docs/cli.md.
+The packages come from the npm registry in NPM_CONFIG_REGISTRY, or the public one, or from files made with ``npm pack``.
+They are kept beside the installation (``coordinator/web/runtime.py``); a running coordinator finds them. Exit codes:
+docs/cli.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LARGEST_PACKAGE = 128 * 1024 * 1024
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("--file", type=Path, nargs="+", help="the packages, where this machine cannot download them")
+    parser.add_argument("--file", type=Path, nargs="+", help="package files, if this machine cannot download")
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -42,11 +42,11 @@ def _run(options: argparse.Namespace) -> None:
             raise BadRuntime(f"{path}: {error}") from None
     missing = runtime.missing()
     if missing:
-        raise BadRuntime(f"{' and '.join(map(str, missing))} is still missing; give it with --file, too")
+        raise BadRuntime(f"{' and '.join(map(str, missing))} is still missing; give it with --file as well")
     for package in runtime.PACKAGES:
         size = sum((package.folder / f"{name}.gz").stat().st_size for name in package.files)
-        print(f"{package} is there: {size:,} bytes in {package.folder}")
-    print("pages can train now, and check who has signed a model")
+        print(f"{package} is installed: {size:,} bytes in {package.folder}")
+    print("pages can train now, and verify signed models")
 
 
 def _download(package: runtime.Package) -> bytes:
@@ -63,17 +63,17 @@ def _download(package: runtime.Package) -> bytes:
                     body += part
                     bar.update(len(part))
                     if len(body) > LARGEST_PACKAGE:
-                        raise BadRuntime(f"it has more than {LARGEST_PACKAGE:,} bytes, so it is another package")
+                        raise BadRuntime(f"{url} has more than {LARGEST_PACKAGE:,} bytes; check NPM_CONFIG_REGISTRY")
     except httpx.HTTPError as error:
         raise OperatorError(
-            f"{url} cannot be downloaded ({error}); where another machine can, save it there and give it as --file"
+            f"{url} cannot be downloaded ({error}); download it on another machine and give it with --file"
         ) from None
     return bytes(body)
 
 
 COMMAND = Command(
     name="sparrow web",
-    description="Download what pages in browsers need to train, once.",
+    description="Download the packages with which pages in browsers train.",
     options=_options,
     run=_run,
 )

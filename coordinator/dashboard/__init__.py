@@ -1,4 +1,4 @@
-"""The page at ``/``: plain files, uPlot's two (MIT, 1.6.32, as published) among them. There is no build step."""
+"""The page at ``/``: static files, including uPlot 1.6.32 (MIT, unmodified), without a build step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from .. import web
 
 OWN = Path(__file__).with_name("static")
 HEADERS = {
-    "Cache-Control": "no-cache",  # asked each time, answered by 304 while it is the same
+    # Browsers revalidate each time, and get 304 if the file is unchanged.
+    "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",

@@ -1,7 +1,7 @@
-"""The page that is a device, at ``/join/FEDERATION``: plain files without a build step.
+"""The device page at ``/join/FEDERATION``: static files without a build step.
 
-``static/join.html`` and ``page.js`` are its screen; ``worker.js`` behind it is the device, whose modules are named like
-those of the SDK that they translate. It trains with onnxruntime-web (``runtime``).
+``static/join.html`` and ``page.js`` are its screen. ``worker.js`` is the device; its modules have the names of the
+SDK's modules that they translate. It trains with onnxruntime-web (``runtime``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEADERS = {
     "Vary": "Accept-Encoding",
 }
 ASKED_EACH_TIME = "no-cache"
-"""For what changes under the same address: answered by 304 while it is the same."""
+"""Cache-Control of files that may change: browsers revalidate, and get 304 if they are unchanged."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class File:
     media_type: str
 
     def body(self, *, packed: bool) -> tuple[bytes, dict[str, str]]:
-        """Return its bytes, in gzip for a caller who takes that, and the headers that say so."""
+        """Return the bytes, in gzip if the caller takes it, and the header of the encoding."""
         if packed:
             return self.packed, {"Content-Encoding": "gzip"}
         return self.plain, {}
 
     @property
     def plain(self) -> bytes:
-        """Its bytes as they are."""
+        """The uncompressed bytes."""
         return gzip.decompress(self.packed)
 
     def filled(self, **values: str) -> File:
-        """Return the same file with ``{name}`` replaced by text that is escaped for HTML."""
+        """Return a copy with each ``{name}`` replaced by HTML-escaped text."""
         text = self.plain.decode()
         for name, value in values.items():
             text = text.replace(f"{{{name}}}", escape(value))
@@ -68,10 +68,10 @@ class File:
 
 
 def read(folder: Path, name: str) -> File:
-    """Return a file in a folder of files for browsers. Raises NotFound."""
+    """Return a file in a folder of static files. Raises NotFound."""
     path = {path.name: path for path in folder.iterdir()}.get(name)
     if path is None:
-        raise NotFound(f"the page has no file {name!r}")
+        raise NotFound(f"the page has no file {name!r}; reload the page")
     return File(gzip.compress(path.read_bytes(), mtime=0), MEDIA_TYPES[path.suffix])
 
 

@@ -1,8 +1,8 @@
 """The link with which a phone becomes a device of a federation, and its QR code.
 
-The enrolment token is in the link's fragment, which browsers send to no server. It is neither kept nor logged here, and
-a token that permits more than to enrol gets no link. If the model is signed, the fragment names its publisher, too, and
-the page accepts no other one.
+The enrolment token is in the link's fragment, which browsers send to no server; it is not stored or logged here. A
+token with further rights gets no link. For a signed model, the fragment also names the publisher, and the page accepts
+no other.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from . import runtime
 
 
 def make(info: FederationInfo, server: str, token: str | None, tokens: Tokens) -> JoinLink:
-    """Return the link to a federation at the coordinator's address ``server``, with what to know of it.
+    """Return the join link of a federation at the coordinator's address ``server``, with hints.
 
-    An address that each machine has for itself, such as localhost, is replaced by this machine's in its network. Raises
-    NotFound where no page can take part, NotAllowed for the token, BadContent for the address.
+    An address such as localhost is replaced by this machine's address in its network. Raises NotFound if no page can
+    take part, NotAllowed for the token, BadContent for the address.
     """
     if "page" not in info.device_kinds:
         raise NotFound(f"no page can take part in {info.name}: {info.no_pages_because}; use sparrow join")
@@ -48,39 +48,39 @@ def make(info: FederationInfo, server: str, token: str | None, tokens: Tokens) -
 
 
 def _checked(token: str | None, federation: str, tokens: Tokens) -> str:
-    """Return the token if it is for enrolling in this federation, and for nothing else.
+    """Return the token if it permits enrolling in this federation and nothing else.
 
-    Refused is what the caller gives, not the caller: a browser that is answered 401 forgets its user's own token.
+    A wrong token gets 403 instead of 401, on which a browser would forget its user's own token.
     """
     another = f"sparrow token create enrolment --federation {federation} makes one"
     if token is None:
         raise NotAllowed(
-            f"devices need an enrolment token to join {federation}, and the link is to have it: set "
+            f"the link needs an enrolment token, with which devices join {federation}: set "
             f"SPARROW_ENROLMENT_TOKEN; {another}"
         )
     holder = tokens.find(token)
     if holder is None or not holder.reaches(federation):
         raise NotAllowed(
-            f"the token for the link is not valid for {federation}: it is unknown, revoked, expired or another "
-            f"federation's; {another}"
+            f"the token for the link is not valid for {federation}: it is unknown, revoked, expired or for another "
+            f"federation; {another}"
         )
     if holder.kind != "enrolment":
         raise NotAllowed(
-            f"the token for the link is an {holder.kind} token, with which phones could do more than join; give an "
-            f"enrolment token: {another}"
+            f"the token for the link is an {holder.kind} token, which permits more than joining; give an enrolment "
+            f"token: {another}"
         )
     return token
 
 
 def _reachable(server: str) -> tuple[str, str | None]:
-    """Return the address as phones can call it, without a slash at its end; and this machine's own, if it took the
-    place of the host."""
-    wrong = BadContent("server: give the coordinator's address as http://HOST:PORT or https://HOST, and nothing more")
+    """Return the address for phones, without a final slash, and this machine's address if it replaced the host."""
+    wrong = BadContent("server: give the coordinator's address as http://HOST:PORT or https://HOST")
     if not server.isascii() or not server.isprintable() or set(server) & set(' "<>\\^`{|}@?#'):
         raise wrong
     try:
         parts = urlsplit(server)
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
     except ValueError:
         raise wrong from None
     if parts.scheme not in ("http", "https") or not host:
@@ -90,24 +90,24 @@ def _reachable(server: str) -> tuple[str, str | None]:
     own = in_network()
     if own is None:
         raise BadContent(
-            f"phones cannot reach {host}, and this machine is in no network; connect it, or give the address by which "
-            f"phones reach the coordinator"
+            f"phones cannot reach {host}, and this machine is in no network; connect it, or give an address that "
+            f"phones can reach"
         )
-    place = in_url(own) if port is None else f"{in_url(own)}:{port}"
-    return f"{parts.scheme}://{place}{parts.path.rstrip('/')}", own
+    netloc = in_url(own) if port is None else f"{in_url(own)}:{port}"
+    return f"{parts.scheme}://{netloc}{parts.path.rstrip('/')}", own
 
 
 def _hints(link: str, own: str | None) -> Iterator[str]:
-    """Yield what whoever hands out the link should know."""
+    """Yield hints for the user who shares the link."""
     if own is not None:
         yield (
-            f"The link has {own}, this machine's address in its network, because phones cannot reach localhost; the "
-            f"coordinator must listen there: sparrow serve --host 0.0.0.0"
+            f"The link has {own}, this machine's address in its network, because phones cannot reach localhost; "
+            f"let the coordinator listen there: sparrow serve --host 0.0.0.0"
         )
     if link.startswith("http://"):
         yield (
-            "Over plain http phones may go dark while they train, and have no camera, motion sensors or threads: wake "
-            "lock and these need HTTPS: give the coordinator a certificate, or put a proxy with one before it"
+            "Over plain http, phones cannot keep their screen on or use camera, motion sensors and threads, which need "
+            "HTTPS: give the coordinator a certificate, or use a TLS proxy"
         )
     lacking = runtime.why_not_there()
     if lacking is not None:

@@ -1,8 +1,7 @@
-"""Files of npm packages that pages need, pinned by digest, beside the installation.
+"""Files of npm packages for pages, pinned by digest and kept beside the installation.
 
-onnxruntime-web trains: 14 MB, a quarter of it compressed. @noble/ed25519 checks the signatures of publications, for
-which browsers have nothing over plain HTTP. Neither this package nor its repository has them: ``sparrow web`` downloads
-them once.
+onnxruntime-web (14 MB, a quarter of it compressed) trains. @noble/ed25519 checks signatures, for which browsers have no
+function over plain HTTP. ``sparrow web`` downloads both; neither the package nor the repository contains them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from . import MEDIA_TYPES, File
 
 @dataclass(frozen=True)
 class Package:
-    """An npm package. files: names in its folder ``inside`` -> SHA-256."""
+    """An npm package. files: SHA-256 by name within the folder ``inside``."""
 
     name: str
     version: str
@@ -36,21 +35,21 @@ class Package:
 
     @property
     def slug(self) -> str:
-        """Name and version as in the file that ``npm pack`` saves, and in addresses of the page."""
+        """Name and version as in the file name of ``npm pack`` and in URLs of the page."""
         return f"{self.name.removeprefix('@').replace('/', '-')}-{self.version}"
 
     @property
     def path(self) -> str:
-        """Its path in a registry."""
+        """The path in a registry."""
         return f"{self.name}/-/{self.name.rpartition('/')[2]}-{self.version}.tgz"
 
     @property
     def folder(self) -> Path:
-        """The folder of its files, each compressed, beside the installation."""
+        """The folder of the compressed files."""
         return Path(sys.prefix) / "share" / "sparrow" / self.slug
 
     def is_there(self) -> bool:
-        """Return whether all its files are kept."""
+        """Return whether all files are present."""
         return all((self.folder / f"{name}.gz").is_file() for name in self.files)
 
 
@@ -73,29 +72,29 @@ PACKAGES = (TRAINING, SIGNATURES)
 
 LARGEST_FILE = 32 * 1024 * 1024
 FOR_GOOD = "public, max-age=31536000, immutable"
-"""How long a browser may keep a file whose address names its version."""
+"""Cache-Control of a file whose address contains its version."""
 
 
 def missing() -> list[Package]:
-    """Return the packages of which a file is not kept."""
+    """Return the packages with a missing file."""
     return [package for package in PACKAGES if not package.is_there()]
 
 
 def why_not_there() -> str | None:
-    """Return which command an operator has yet to run, and why; None if no package is missing."""
+    """Return the reason why pages are limited and the command to run, or None if no package is missing."""
     lacks = missing()
     if not lacks:
         return None
     if TRAINING in lacks:
         return "Pages cannot train here yet: run sparrow web on the coordinator's machine"
     return (
-        f"Pages here cannot check who has signed a model, and take part in no signed federation: this version needs "
-        f"{', '.join(map(str, lacks))}, too; run sparrow web again on the coordinator's machine"
+        f"Pages cannot verify signed models, so they cannot join signed federations: {', '.join(map(str, lacks))} is "
+        f"missing; run sparrow web again on the coordinator's machine"
     )
 
 
 def keep(archive: bytes) -> None:
-    """Keep the files of an npm package (a .tgz). Raises BadRuntime unless each has its digest."""
+    """Store the files of an npm package (.tgz). Raises BadRuntime if a digest differs."""
     package, found = _read(archive)
     package.folder.mkdir(parents=True, exist_ok=True)
     for name, data in found.items():
@@ -106,27 +105,27 @@ def keep(archive: bytes) -> None:
 
 
 def _read(archive: bytes) -> tuple[Package, dict[str, bytes]]:
-    """Return which package an archive is, and its pinned files."""
+    """Return the package of an archive, and its pinned files."""
     try:
         members = dict(_members(archive))
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise BadRuntime(f"it cannot be read as an npm package ({error}); download it again") from None
+        raise BadRuntime(f"the file cannot be read as an npm package ({error}); download it again") from None
     try:
         name = json.loads(members["package/package.json"])["name"]
     except (KeyError, ValueError, TypeError):
-        raise BadRuntime("it is no npm package; give one as npm pack saves it") from None
+        raise BadRuntime("the file is not an npm package; make one with npm pack") from None
     package = next((each for each in PACKAGES if each.name == name), None)
     if package is None:
-        raise BadRuntime(f"it is the package {name}; pages need {' and '.join(map(str, PACKAGES))}")
+        raise BadRuntime(f"the package is {name}; give {' and '.join(map(str, PACKAGES))}")
     found = {file: members.get(f"{package.inside}{file}", b"") for file in package.files}
     for file, digest in package.files.items():
         if hashlib.sha256(found[file]).hexdigest() != digest:
-            raise BadRuntime(f"its {file} is not the one of {package}, which is pinned; give that version")
+            raise BadRuntime(f"its {file} is not that of {package}; give that version")
     return package, found
 
 
 def _members(archive: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the files of an archive that are in some package of the table."""
+    """Yield the pinned files and the ``package.json`` of an archive."""
     wanted = {f"{package.inside}{name}" for package in PACKAGES for name in package.files} | {"package/package.json"}
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as opened:
         for member in opened:
@@ -145,7 +144,9 @@ def load(slug: str, name: str) -> File:
     try:
         packed = (package.folder / f"{name}.gz").read_bytes()
     except OSError:
-        raise Unavailable(f"{package} is not here yet, which pages need: the operator runs sparrow web") from None
+        raise Unavailable(
+            f"{package} is not installed on the coordinator; ask its operator to run sparrow web"
+        ) from None
     if hashlib.sha256(gzip.decompress(packed)).hexdigest() != package.files[name]:
-        raise Unavailable(f"{name} is damaged: the operator runs sparrow web again")
+        raise Unavailable(f"{name} is damaged on the coordinator; ask its operator to run sparrow web again")
     return File(packed, MEDIA_TYPES[Path(name).suffix])

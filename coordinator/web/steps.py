@@ -1,7 +1,7 @@
-"""The training step as pages run it: made fast here, and for as many neurons as a page trains.
+"""Training steps for pages, optimised here for the number of neurons that a page trains.
 
-A device with the SDK changes the published graph itself; a browser has nothing that could. For a graph of thousands of
-nodes that takes long, so steps are made in processes with a deadline, few at a time, once for all who ask for the same.
+Devices with the SDK rewrite the published graph themselves, which browsers cannot. It takes long for a graph of
+thousands of nodes. So steps are made in a few processes with a deadline, and shared by all callers.
 """
 
 from __future__ import annotations
@@ -26,28 +26,26 @@ log = logging.getLogger(__name__)
 
 MOST_KEPT = 32
 RATIOS = 20
-"""Shares of the neurons that steps are made for: its multiples of one part."""
-REWRITERS, MOST_WAITING = 2, 16
-"""Steps that are made at a time, and those that wait."""
+"""Steps are made for multiples of 1 / ``RATIOS`` of the neurons."""
+REWRITERS = 2
+"""Steps made at a time."""
+MOST_WAITING = 16
 SECONDS = 60.0
-"""How long one may take."""
+"""Time limit of one step."""
 MEMORY = 2**30
-"""Bytes of memory that one may take."""
+"""Memory limit of one step, bytes."""
 
 Key = tuple[str, tuple[int, ...]]
 
 
 def check_ratio(ratio: float) -> None:
-    """Raise BadContent unless an active ratio is a multiple of 1 / ``RATIOS``."""
+    """Raise BadContent unless a ratio is a multiple of 1 / ``RATIOS``."""
     if abs(ratio * RATIOS - round(ratio * RATIOS)) > 1e-6:
-        raise BadContent(f"ratio: {ratio} is no multiple of {1 / RATIOS}; give the page's device such a budget")
+        raise BadContent(f"ratio: {ratio} is not a multiple of {1 / RATIOS}; choose such a budget on the page")
 
 
 class Steps:
-    """Steps that were made, the last ``MOST_KEPT`` of them kept. stop: ends those that are being made.
-
-    To be used on the event loop.
-    """
+    """Cache of the last ``MOST_KEPT`` steps, for use on the event loop. stop: ends steps in progress."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
@@ -56,10 +54,9 @@ class Steps:
         self._made: OrderedDict[Key, asyncio.Task[Packed]] = OrderedDict()
 
     async def get(self, manifest: Manifest, ratio: float, read: Callable[[], bytes]) -> Packed:
-        """Return a manifest's step for masks of this active ratio, which ``check_ratio`` accepts.
+        """Return a manifest's step for this ratio, which ``check_ratio`` accepts.
 
-        read: returns the published step. Raises Unavailable for a step that cannot be made now, and the errors of
-        ``read``.
+        read: returns the published step. Raises Unavailable if the step cannot be made now, and the errors of ``read``.
         """
         key = manifest.graphs.get("step", ""), tuple(counts_at(manifest, ratio).values())
         task = self._made.get(key)
@@ -67,7 +64,7 @@ class Steps:
             task = self._made[key] = asyncio.ensure_future(self._threads.run(self._make, manifest, ratio, read))
             task.add_done_callback(lambda done: self._settle(key, done))
         self._made.move_to_end(key)
-        # Others wait for the same step when this caller has gone.
+        # Others may wait for this step when this caller disconnects.
         return await asyncio.shield(task)
 
     def _settle(self, key: Key, done: asyncio.Task[Packed]) -> None:
@@ -79,13 +76,13 @@ class Steps:
     def _make(self, manifest: Manifest, ratio: float, read: Callable[[], bytes]) -> Packed:
         step = read()
         if hashlib.sha256(step).hexdigest() != manifest.graphs.get("step"):
-            raise Unavailable("a new version of the model has just come in the place of this; try again")
+            raise Unavailable("the model was just replaced by a new version; reload the page")
         request = page_steps.request_of(step, manifest, ratio)
         try:
             made = run_limited(page_steps.__name__, request, seconds=SECONDS, memory=MEMORY, stop=self._stop)
         except NotAnswered as error:
             log.warning("the training step of %s cannot be made for pages: %s", manifest.task, error)
             raise Unavailable(
-                f"the training step cannot be made for pages now: {error}; try again, or publish a smaller model"
+                f"the training step cannot be made for pages: {error}; try again, or publish a smaller model"
             ) from None
         return Packed(made, hashlib.sha256(made).hexdigest())

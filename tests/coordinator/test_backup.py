@@ -82,7 +82,7 @@ def test_nothing_is_overwritten_and_nothing_incomplete_is_used(tmp_path, clock, 
         back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
     with pytest.raises(BackupFailed, match="is not empty; give a new folder"):
         back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
-    with pytest.raises(NoRecords, match="there are no records in"):
+    with pytest.raises(NoRecords, match="has no records; set COORDINATOR_DATA_DIR"):
         back_up(settings_for(tmp_path / "elsewhere"), tmp_path / "copy2")
     with pytest.raises(BackupFailed, match="has records already"):
         bring_back(settings_for(tmp_path / "data"), tmp_path / "copy")
@@ -114,7 +114,7 @@ def test_a_damaged_folder_is_not_backed_up_and_what_is_damaged_is_named(
             path.unlink()
         monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "data"))
         assert backup.main([str(tmp_path / "copy")]) == 1
-    assert f"damaged or missing: 1/{folder}/{path.name}; this copy is not complete" in capsys.readouterr().err
+    assert f"damaged or missing: 1/{folder}/{path.name}; the copy is incomplete" in capsys.readouterr().err
     assert not (tmp_path / "copy" / "backup.json").exists()
 
 
@@ -151,7 +151,7 @@ def test_damaged_records_are_neither_copied_nor_restored(tmp_path, clock, answer
         (damaged / "coordinator.sqlite3").write_bytes(data)
     with pytest.raises(DamagedRecords, match=r"coordinator\.sqlite3 is damaged"):
         back_up(settings_for(tmp_path / "data"), tmp_path / "second")
-    with pytest.raises(BackupFailed, match=r"copy is damaged: coordinator\.sqlite3; take another backup"):
+    with pytest.raises(BackupFailed, match=r"copy is damaged: coordinator\.sqlite3; use another backup"):
         bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
     (tmp_path / "copy" / "backup.json").write_text("{")
     with pytest.raises(BackupFailed, match=r"backup\.json is damaged"):

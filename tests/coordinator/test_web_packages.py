@@ -55,12 +55,12 @@ def test_what_is_kept_is_served(packages):
     assert (trains.slug, checks.slug) == ("trains-1.0.0", "some-checks-1.0.0")
     assert checks.path == "@some/checks/-/checks-1.0.0.tgz"
     assert runtime.missing() == [trains, checks]
-    with pytest.raises(Unavailable, match=r"trains 1\.0\.0 is not here yet, which pages need: the operator runs"):
+    with pytest.raises(Unavailable, match=r"trains 1\.0\.0 is not installed on the coordinator; ask its operator"):
         runtime.load("trains-1.0.0", "one.js")
     assert runtime.why_not_there() == "Pages cannot train here yet: run sparrow web on the coordinator's machine"
     runtime.keep(packed(*TRAINS, one=b"1", two=b"2"))
     assert runtime.load("trains-1.0.0", "two.js").plain == b"2"
-    assert "needs @some/checks 1.0.0, too; run sparrow web again" in runtime.why_not_there()
+    assert "@some/checks 1.0.0 is missing; run sparrow web again" in runtime.why_not_there()
     runtime.keep(packed(*CHECKS, index=b"3"))
     assert runtime.load("some-checks-1.0.0", "index.js").plain == b"3"
     assert not runtime.missing()
@@ -73,9 +73,9 @@ def test_what_is_kept_is_served(packages):
 def test_another_package_is_not_kept(packages):
     for archive, said in (
         (b"no archive", "cannot be read as an npm package"),
-        (packed(*TRAINS, one=b"1", two=b"9"), "its two.js is not the one of trains 1.0.0, which is pinned"),
-        (packed(*TRAINS, one=b"1"), "its two.js is not the one"),
-        (packed("other", "package/", index=b"3"), "it is the package other; pages need trains 1.0.0 and"),
+        (packed(*TRAINS, one=b"1", two=b"9"), "its two.js is not that of trains 1.0.0; give that version"),
+        (packed(*TRAINS, one=b"1"), "its two.js is not that of"),
+        (packed("other", "package/", index=b"3"), "the package is other; give trains 1.0.0 and"),
     ):
         with pytest.raises(BadRuntime, match=said):
             runtime.keep(archive)
@@ -87,9 +87,9 @@ def test_files_are_taken_one_after_another_or_together(packages, tmp_path, capsy
     one.write_bytes(packed(*TRAINS, one=b"1", two=b"2"))
     other.write_bytes(packed(*CHECKS, index=b"3"))
     assert web.main(["--file", str(one)]) == 3
-    assert "@some/checks 1.0.0 is still missing; give it with --file, too" in capsys.readouterr().err
+    assert "@some/checks 1.0.0 is still missing; give it with --file as well" in capsys.readouterr().err
     assert web.main(["--file", str(other)]) == 0
-    assert "pages can train now, and check who has signed a model" in capsys.readouterr().out
+    assert "pages can train now, and verify signed models" in capsys.readouterr().out
     assert web.main(["--file", str(one), str(other)]) == 0
     assert web.main([]) == 0, "nothing is downloaded that is there"
     assert web.main(["--file", str(tmp_path / "none.tgz")]) == 3

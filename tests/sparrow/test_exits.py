@@ -209,7 +209,7 @@ def test_so_is_a_setting_that_cannot_be(fails, monkeypatch, name):
 def test_so_is_a_port_that_there_is_not(fails, tmp_path, monkeypatch):
     monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path))
     line = fails(Exit.USAGE, "serve", "--port", "80000")
-    assert line == "sparrow serve: --port 80000: there is no such port; choose one from 1 to 65535, or 0 for any"
+    assert line == "sparrow serve: --port 80000: not a port; choose one from 1 to 65535, or 0 for any"
     assert "80000" in fails(Exit.USAGE, "status", "--server", "http://127.0.0.1:80000")
 
 
@@ -585,7 +585,7 @@ def test_a_coordinator_goes_on_where_ctrl_c_stopped_it_and_keeps_a_second_one_ou
     first.send_signal(signal.SIGINT)
     _, err = first.communicate(timeout=60)
     assert first.returncode == Exit.INTERRUPTED
-    assert err.splitlines()[-1] == "sparrow serve: stopped; the same command goes on where it was"
+    assert err.splitlines()[-1] == "sparrow serve: stopped; run the same command to continue"
     assert "Traceback" not in err
 
 
@@ -604,7 +604,7 @@ def test_on_a_network_it_makes_tokens_once_and_tells_how_to_join(serve, sparrow,
     first = serve("--host", "0.0.0.0")
     said = until(first, "startup complete")
     file = tmp_path / "data" / "tokens.sh"
-    assert f"kept in {file}; shown this once" in said
+    assert f"kept in {file} and shown only now" in said
     assert file.stat().st_mode & 0o777 == 0o600
     kept = dict(line.removeprefix("export ").split("=") for line in file.read_text().splitlines())
     (token, port) = re.findall(r"SPARROW_ENROLMENT_TOKEN=(\S+) sparrow join --server http://\S+:(\d+)\n", said)[0]

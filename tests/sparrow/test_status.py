@@ -197,8 +197,8 @@ def test_the_link_for_phones_is_printed_with_its_qr_code(sparrow, open_lab, name
     link = f"{server}/join/default"
     code, out, err = sparrow("status", "default", "--server", server, "--join-link")
     assert (code, out) == (0, f"{link}\n\n{code_of(link)}")
-    assert "sparrow status: Over plain http phones may go dark" in err
-    assert "need HTTPS: give the coordinator a certificate" in err
+    assert "sparrow status: Over plain http, phones cannot keep their screen on" in err
+    assert "HTTPS: give the coordinator a certificate" in err
     code, out, _ = sparrow("status", "default", "--server", f"{server}/", "--join-link", "--json")
     assert (code, json.loads(out)) == (0, {"link": link})
 

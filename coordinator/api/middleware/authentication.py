@@ -1,8 +1,8 @@
-"""The identity of every caller, and the refusal of unknown callers.
+"""Identification of every caller, and refusal of unknown callers.
 
-Where all kinds of tokens are set, a caller without a valid one gets the same 401 for every path, whether it exists or
-not, but for pages and their files, which lead to a form; a route that forgets to check the caller is closed, too. The
-rate limit of identified callers lies between the two middlewares of this file.
+If all kinds of tokens are set, a caller without a valid one gets the same 401 for every path, existing or not, except
+pages and their files. A route that forgets to check its caller is closed, too. The rate limit of identified callers
+runs between the two middlewares of this file.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from ..sign_in import PAGES, kept_session
 from .base import READY, Middleware
 
 TOKEN_NEEDED = (
-    "a token is needed here, and none was sent that is valid: Authorization: Bearer <token>. An enrolment token is "
-    "needed to join (SPARROW_ENROLMENT_TOKEN), an admin token to publish (SPARROW_ADMIN_TOKEN), an observer token to "
-    "look; the operator makes them with sparrow token. A device whose token was valid before has been revoked"
+    "a valid token is needed here: send Authorization: Bearer <token>. Joining needs an enrolment token "
+    "(SPARROW_ENROLMENT_TOKEN), publishing an admin token (SPARROW_ADMIN_TOKEN), viewing an observer token; the "
+    "operator makes them with sparrow token create. A device whose token was valid before has been revoked"
 )
 
 
 OPEN = (READY, "/join/", "/web/", "/page/")
-"""Where paths begin that need no token: readiness, the page that is a device, and files of pages, which are the same
-for everybody."""
+"""Prefixes of paths that need no token: readiness, the device page, and files of pages."""
 
 IDENTIFY_SECONDS = 1.0
-"""How long ``/readyz`` waits until it is known who asks: that decides only whether the reason is told."""
+"""Longest time that ``/readyz`` waits for its caller's identity, which decides only whether it reports the reason."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Identity:
 
 
 class Authentication(Middleware):
-    """Finds out who is calling, and keeps it as ``request.state.identity``."""
+    """Identify the caller and keep the result as ``request.state.identity``."""
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -67,7 +66,9 @@ class Authentication(Middleware):
 
 
 class UnknownCallers(Middleware):
-    """Refuses expired tokens, those of deleted federations, and, where all is guarded, callers without a valid one."""
+    """Refuse expired tokens, tokens of deleted federations, and, if all kinds are guarded, callers without a valid
+    token.
+    """
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
         identity: Identity = scope["state"]["identity"]
@@ -81,8 +82,7 @@ class UnknownCallers(Middleware):
 
 
 def was_known(coordinator: Coordinator, scope: Scope) -> bool:
-    """Return whether the caller's token or session was valid when it was last looked up, without reading the
-    records."""
+    """Return whether the caller's token or session was valid at its last look-up, without reading the records."""
     token, session = _sent(scope)
     if token is not None:
         return coordinator.devices.was_known(token) or coordinator.tokens.known_holder(token) is not None
@@ -90,7 +90,7 @@ def was_known(coordinator: Coordinator, scope: Scope) -> bool:
 
 
 def _sent(scope: Scope) -> tuple[str | None, str | None]:
-    """Return the token that was sent as Bearer, or else the session that a browser sent as a cookie."""
+    """Return the Bearer token, or else the session in the browser's cookie."""
     scheme, _, sent = (header(scope, b"authorization") or "").partition(" ")
     if scheme.lower() == "bearer":
         return sent.strip() or None, None
@@ -98,7 +98,7 @@ def _sent(scope: Scope) -> tuple[str | None, str | None]:
 
 
 async def identify(coordinator: Coordinator, scope: Scope) -> Identity:
-    """Return the identity of a caller."""
+    """Return the identity of a caller. Raises Unavailable."""
     token, session = _sent(scope)
     caller: Caller | Holder | None = None
     failure = None
@@ -122,9 +122,10 @@ def _own_host(coordinator: Coordinator, scope: Scope) -> bool:
 
 
 async def _identify_soon(coordinator: Coordinator, scope: Scope) -> Identity:
-    """Return the identity of a caller who asks whether the records can be read: as nobody's, where they cannot."""
+    """Return the identity of a caller of ``/readyz``: unknown if the records cannot be read in time."""
     look_up = asyncio.ensure_future(identify(coordinator, scope))
-    look_up.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
+    # Retrieve the error of a look-up that is not awaited any more.
+    look_up.add_done_callback(lambda done: done.cancelled() or done.exception())
     await asyncio.wait({look_up}, timeout=IDENTIFY_SECONDS)
     if look_up.done() and not isinstance(look_up.exception(), Unavailable):
         return look_up.result()
@@ -132,14 +133,15 @@ async def _identify_soon(coordinator: Coordinator, scope: Scope) -> Identity:
 
 
 def _look_up(coordinator: Coordinator, token: str) -> Caller | Holder:
-    if token.startswith(PREFIXES["device"]):  # where that is not so, it may be an operator's all the same
+    if token.startswith(PREFIXES["device"]):
+        # An operator may have chosen a token with this prefix.
         with suppress(NotAuthenticated):
             return coordinator.devices.authenticate(token)
     return coordinator.tokens.find(token) or coordinator.devices.authenticate(token)
 
 
 def _seen(coordinator: Coordinator, identity: Identity, receive: Receive) -> Receive:
-    """Note that a device was seen, at once and with each piece of a body that it sends."""
+    """Note that a device was seen, now and with each piece of a body that it sends."""
     if not isinstance(identity.caller, Caller):
         return receive
     device_id = identity.caller.device_id

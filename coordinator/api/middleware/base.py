@@ -1,4 +1,4 @@
-"""The base of those middlewares that need the coordinator."""
+"""Base of the middlewares that need the coordinator."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ READY = "/readyz"
 
 
 class Middleware:
-    """Handles the calls of a coordinator that has started. It lets all others pass, and those to ``/healthz``."""
+    """Handle calls of a coordinator that has started; pass all others on, and ``/healthz``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one call, or let it pass."""
+        """Handle one call, or pass it on."""
         coordinator = coordinator_of(scope) if scope["type"] == "http" and scope["path"] != HEALTH else None
         if coordinator is None:
             return await self._app(scope, receive, send)

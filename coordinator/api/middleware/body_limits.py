@@ -1,8 +1,8 @@
-"""Limits of bodies: how long they may be, and how slowly they may come.
+"""Limits of the length and the slowness of bodies.
 
-A body that comes slowly keeps a connection, memory and a place in line. In every ``patience_seconds`` as many bytes
-must come as ``bytes_per_second`` says, however many have come before. So a slow link may take as long as it needs, and
-a sender that stops, be it at the last byte, or sends a byte now and then, is ended.
+A slow body holds a connection, memory and a place in the queue. In every ``patience_seconds`` at least
+``bytes_per_second`` times as many bytes must arrive. A slow link may take as long as it needs; a sender that stalls or
+trickles is ended.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ LOG_SECONDS = 60.0
 """Slow clients are logged at most this often."""
 
 SMALL_REQUEST = 16 * 1024
-"""Longest body, in bytes, of calls whose body the framework reads and decodes before the caller is checked."""
+"""Longest body, in bytes, that the framework reads before the caller is checked."""
 
 READS_ITSELF = re.compile(
     r"POST /v1/federations(/from-model|/[^/]+/model/evaluation)?|PATCH /v1/federations/[^/]+/model"
     r"|PUT /v1/assignments/[^/]+/update"
 )
-"""Calls whose handlers read the body with ``read_body``, once they know who is calling."""
+"""Calls whose handlers read the body with ``read_body`` after they have checked the caller."""
 
 
 class TooSlow(RequestError, HTTPException):
     """The body did not arrive in time.
 
-    It is an HTTPException as well: FastAPI, which reads small bodies itself, passes no other error on.
+    It is an HTTPException as well: FastAPI, which reads small bodies itself, passes on no other error.
     """
 
     def __init__(self, detail: str) -> None:
@@ -47,14 +47,13 @@ class TooSlow(RequestError, HTTPException):
 
 
 class SmallBodies(Middleware):
-    """Refuses long bodies where the framework reads them itself, before the caller is checked.
+    """Refuse long bodies of calls that the framework reads itself, before the caller is checked.
 
-    Updates, new federations, models and test data are read with ``read_body``, by callers that are known, up to limits
-    of their own.
+    ``read_body`` reads updates, new federations, models and test data of known callers, with limits of their own.
     """
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
-        # The server sees to it that the declared length is kept.
+        # The server enforces the declared length.
         if READS_ITSELF.fullmatch(f"{scope['method']} {scope['path']}"):
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
@@ -63,20 +62,20 @@ class SmallBodies(Middleware):
                 411, "LengthRequired", "declare the body's length: send Content-Length, not a chunked body"
             )
         elif not 0 <= _declared(headers) <= SMALL_REQUEST:
-            answer = problem(413, "TooLarge", f"nothing valid here is longer than {SMALL_REQUEST} bytes; send less")
+            answer = problem(413, "TooLarge", f"the body is too long; send at most {SMALL_REQUEST} bytes")
         else:
             return await self._app(scope, receive, send)
         return await answer(scope, receive, send)
 
 
 def _declared(headers: dict[bytes, bytes]) -> int:
-    """Return the length that a call declares; -1 for one that is no number."""
+    """Return the declared length, or -1 if it is not a number."""
     text = headers.get(b"content-length", b"0")
     return int(text) if text.isdigit() and len(text) <= 18 else -1
 
 
 class SlowBodies(Middleware):
-    """Ends calls whose body comes too slowly, with 408."""
+    """End calls whose body arrives too slowly, with 408."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(app)
@@ -84,7 +83,8 @@ class SlowBodies(Middleware):
         self._ended = 0
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
-        patience, rate = coordinator.settings.body_patience_seconds, coordinator.settings.body_bytes_per_second
+        patience = coordinator.settings.body_patience_seconds
+        rate = coordinator.settings.body_bytes_per_second
         loop = asyncio.get_running_loop()
         received = 0
         lately = 0
@@ -98,19 +98,21 @@ class SlowBodies(Middleware):
             if math.isnan(since):
                 since = loop.time()
             message: Message | None = None
-            # asyncio's wait_for makes a task for each piece
+            # asyncio's wait_for would create a task for each piece.
             with anyio.move_on_after(max(0.0, since + patience - loop.time())):
                 message = await receive()
             if message is None:
                 self._log(scope, received)
                 raise TooSlow(
-                    f"only {lately} bytes of the body came in {loop.time() - since:.0f} s, so it was given up; send it "
-                    f"again, at {rate:g} bytes/s at least"
+                    f"the body is too slow: {lately} bytes in {loop.time() - since:.0f} s; send it again, at "
+                    f"{rate:g} bytes/s or more"
                 )
             size = len(message.get("body", b""))
-            received, lately = received + size, lately + size
+            received += size
+            lately += size
             if lately >= rate * patience:
-                lately, since = 0, loop.time()
+                lately = 0
+                since = loop.time()
             whole = not message.get("more_body", False)
             return message
 
@@ -122,9 +124,10 @@ class SlowBodies(Middleware):
         if now - self._logged_at >= LOG_SECONDS:
             client = scope.get("client") or ("?", 0)
             log.warning(
-                "slow clients: %s calls were ended whose bodies did not come in time, the last from %s after %s bytes",
+                "slow clients: ended %s calls whose bodies were too slow, the last from %s after %s bytes",
                 self._ended,
                 client[0],
                 received,
             )
-            self._logged_at, self._ended = now, 0
+            self._logged_at = now
+            self._ended = 0

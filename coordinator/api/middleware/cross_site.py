@@ -1,4 +1,4 @@
-"""Calls that a page of another site has a browser make are refused."""
+"""Refusal of calls that a browser makes for a page of another site."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..headers import header
 from .base import Middleware
 
 SAFE = ("GET", "HEAD", "OPTIONS")
-CROSS_SITE = "a page of another site may not make this call; use the coordinator's own page, or send a token as Bearer"
+CROSS_SITE = "pages of other sites may not make this call; use the coordinator's own page, or send a Bearer token"
 
 
 class CrossSite(Middleware):
-    """Answers 403 to a call that changes something and comes from a page of another host or origin."""
+    """Answer 403 to a call that changes something and comes from a page of another host or origin."""
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
         if _from_another_site(scope):
@@ -23,13 +23,15 @@ class CrossSite(Middleware):
 
 
 def _from_another_site(scope: Scope) -> bool:
-    """Return whether a page of another site has a browser make a call that changes something.
+    """Return whether a page of another site makes a browser change something.
 
-    The browser adds the password by itself, and where no token is set it needs none.
+    The browser adds the session by itself, or no token is set at all.
     """
     if scope["method"] in SAFE or (header(scope, b"authorization") or "")[:7].lower() == "bearer ":
         return False
-    site, origin, host = (header(scope, name) for name in (b"sec-fetch-site", b"origin", b"host"))
+    site = header(scope, b"sec-fetch-site")
+    origin = header(scope, b"origin")
+    host = header(scope, b"host")
     if site is not None:
         return site not in ("same-origin", "none")
     return origin is not None and origin not in (f"http://{host}", f"https://{host}")

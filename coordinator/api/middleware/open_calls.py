@@ -1,4 +1,4 @@
-"""A warning where calls that need no token can be made from the network."""
+"""Warning about calls from the network that need no token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class MissingTokenWarning(Middleware):
-    """Logs once if calls without a token arrive at an address beyond loopback."""
+    """Log once if a call arrives at an address beyond loopback while a kind of token is not set."""
 
     _logged = False
 
@@ -27,8 +27,8 @@ class MissingTokenWarning(Middleware):
             if unguarded:
                 self._logged = True
                 log.critical(
-                    "OPEN TO THE NETWORK: no %s token is set, so anybody who reaches %s may make these calls. Set %s, "
-                    "make them with sparrow token, or listen on 127.0.0.1 only.",
+                    "OPEN TO THE NETWORK: no %s token is set, so everybody who reaches %s may make these calls. Set "
+                    "%s, run sparrow token create, or listen on 127.0.0.1 only.",
                     " and no ".join(unguarded),
                     scope["server"][0],
                     ", ".join(f"COORDINATOR_{kind.upper()}_TOKEN" for kind in unguarded),
@@ -39,5 +39,6 @@ class MissingTokenWarning(Middleware):
 def _beyond_loopback(server: tuple[str, int | None] | None) -> bool:
     try:
         return server is not None and not ipaddress.ip_address(server[0]).is_loopback
-    except ValueError:  # a unix socket, or an in-process test client
+    except ValueError:
+        # A unix socket or an in-process test client has no address.
         return False

@@ -1,6 +1,6 @@
-"""Calls whose address or headers hold a NUL are refused: PostgreSQL stores no such text, and no honest call has any.
+"""Refusal of calls with a NUL in their address or headers, which PostgreSQL cannot store.
 
-Bodies are looked at where they are read: the messages of ``sparrow.protocol`` refuse it in each of their texts.
+The messages of ``sparrow.protocol`` refuse it in bodies.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from .base import Middleware
 
 
 class PlainText(Middleware):
-    """Answers 422 to such calls."""
+    """Answer 422 to a call with a NUL in its address or headers."""
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
         if _has_nul(scope):
-            what = "the address or a header holds a NUL character, which no text here may; leave it out"
-            return await problem(422, "BadContent", what)(scope, receive, send)
+            detail = "the address or a header contains a NUL character; leave it out"
+            return await problem(422, "BadContent", detail)(scope, receive, send)
         return await self._app(scope, receive, send)
 
 

@@ -1,6 +1,6 @@
-"""Limits of how often, and how many at a time, somebody may call: devices are counted each, all others by address.
+"""Limits of calls per second and calls at a time: per device, and per address for other callers.
 
-An address that has sent too much waits before its token is looked up; identified callers are counted afterwards.
+An address beyond its limit waits before its token is looked up; identified callers are counted afterwards.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from .authentication import Identity, was_known
 from .base import Middleware
 
 FAILURE_COST = 20.0
-"""Calls that a wrong token counts as."""
-
+"""Number of calls that one with a wrong token counts as."""
 
 CALLS_AT_ONCE = 4
-"""Calls of one device that may be in progress: a call, a heartbeat, and two that broke and are not known to have."""
+"""Calls of one device at a time: a call, a heartbeat, and two on broken connections that are not closed yet."""
 
 EVENTS = re.compile(r"GET /v1/federations/[^/]+/events")
-"""Calls that wait for long without a thread, for news: they are not counted at a time."""
+"""Long-running calls without a thread, which do not count as calls at a time."""
 
 
 class AddressLimits(Middleware):
-    """Has an address begin a few calls in each turn of the event loop, and answers 429 to those that have called too
-    often, before their token is looked up.
+    """Limit the calls of an address before its token is looked up: a few per turn of the event loop; 429 if too many.
 
-    A caller whose token was valid lately passes, so that one bad device does not block others that share its address.
+    A caller with a recently valid token passes, so that one bad device does not block others at its address.
     """
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
-        address, limit = _address(coordinator, scope), coordinator.by_address
+        address = _address(coordinator, scope)
+        limit = coordinator.by_address
         if address is not None and not was_known(coordinator, scope):
             await coordinator.turns.begin(address)
             wait = 0.0 if limit is None else limit.wait(address)
@@ -48,8 +47,9 @@ class AddressLimits(Middleware):
 
 
 class CallerLimits(Middleware):
-    """Counts each call of an identified caller, and answers 429 if there are too many; of an address that is not a
-    device's, a few at a time go on."""
+    """Count the calls of identified callers: 429 if there are too many, and a few at a time per address without a
+    device.
+    """
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
         identity: Identity = scope["state"]["identity"]
@@ -57,7 +57,8 @@ class CallerLimits(Middleware):
         wait = _count(coordinator, address, identity)
         if wait:
             return await _too_many(wait)(scope, receive, send)
-        counted = not isinstance(identity.caller, Caller)  # of a device as many as ``CallsAtOnce`` lets pass
+        # ``CallsAtOnce`` limits those of devices.
+        counted = not isinstance(identity.caller, Caller)
         if address is None or not counted or EVENTS.fullmatch(f"{scope['method']} {scope['path']}"):
             return await self._app(scope, receive, send)
         async with coordinator.at_once.call(address) as may:
@@ -66,17 +67,18 @@ class CallerLimits(Middleware):
 
 
 class CallsAtOnce(Middleware):
-    """Answers 429 to a device that has as many calls in progress as it may, and has its connection count for it."""
+    """Answer 429 to a device with too many calls in progress, and count its connection for it."""
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
-        caller, open_calls = scope["state"]["identity"].caller, coordinator.open_calls
+        caller = scope["state"]["identity"].caller
+        open_calls = coordinator.open_calls
         if not isinstance(caller, Caller):
             return await self._app(scope, receive, send)
         place: connections.Place | None = scope["state"].get(connections.STATE)
         if place is not None:
             place.belongs_to(caller.device_id)
         if open_calls[caller.device_id] >= CALLS_AT_ONCE:
-            detail = f"this device has {CALLS_AT_ONCE} calls in progress; wait until one of them has ended"
+            detail = f"this device has {CALLS_AT_ONCE} calls in progress; wait until one of them ends"
             return await problem(429, "TooManyRequests", detail, {"Retry-After": "1"})(scope, receive, send)
         open_calls[caller.device_id] += 1
         try:
@@ -88,7 +90,7 @@ class CallsAtOnce(Middleware):
 
 
 def _address(coordinator: Coordinator, scope: Scope) -> str | None:
-    """Return what the caller's address is counted under; None for this machine, unless it is limited, too."""
+    """Return the key of the caller's address; None for this machine, unless it is limited, too."""
     address = address_key(scope["client"][0] if scope.get("client") else None)
     return "loopback" if address is None and coordinator.settings.limit_loopback else address
 
@@ -110,5 +112,5 @@ def _count(coordinator: Coordinator, address: str | None, identity: Identity) ->
 
 def _too_many(wait: float) -> Response:
     seconds = math.ceil(wait)
-    detail = f"too many calls from here; wait {seconds} s, as Retry-After says"
+    detail = f"too many calls; wait {seconds} s (Retry-After)"
     return problem(429, "TooManyRequests", detail, {"Retry-After": str(seconds)})

@@ -1,4 +1,4 @@
-"""An id for every request, in the log and in the answer; and its duration in the metrics."""
+"""Request ids in logs and answers, and durations in the metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class RequestIds:
-    """Gives each request an id, its caller's where that is well formed, and observes its duration."""
+    """Give each request an id, the caller's if it is well-formed, and observe its duration."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -28,7 +28,8 @@ class RequestIds:
         sent = header(scope, b"x-request-id") or ""
         request_id = sent if REQUEST_ID.fullmatch(sent) else secrets.token_hex(8)
         coordinator = coordinator_of(scope)
-        status, began = 500, time.perf_counter()
+        status = 500
+        began = time.perf_counter()
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -43,6 +44,7 @@ class RequestIds:
             finally:
                 if coordinator is not None:
                     route = getattr(scope.get("route"), "path", "none")
-                    method = scope["method"] if route != "none" else "none"  # or anybody could make up labels
+                    # Callers must not be able to add labels.
+                    method = scope["method"] if route != "none" else "none"
                     coordinator.metrics.requests.labels(method, route, status).observe(time.perf_counter() - began)
         return None

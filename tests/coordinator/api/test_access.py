@@ -169,11 +169,11 @@ def test_a_token_for_one_federation_opens_no_other(open_app, command):
 
 
 def test_the_command_says_what_is_wrong(open_app, command, tmp_path, capsys):
-    assert "set COORDINATOR_DATA_DIR as for the coordinator" in command("list")
+    assert "set its COORDINATOR_DATA_DIR" in command("list")
     assert not (tmp_path / "data").exists()
     open_app()
     assert "there is no federation 'none'" in command("create", "enrolment", "--federation", "none")
-    assert "no token and no device with the id 'nobody'" in command("revoke", "nobody", "--yes")
+    assert "no token or device has the id 'nobody'" in command("revoke", "nobody", "--yes")
     for wrong in (
         ["create", "guest"],
         ["create", "admin", "--uses", "3"],

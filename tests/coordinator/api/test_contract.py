@@ -163,7 +163,7 @@ def test_every_error_of_the_coordinator_has_a_status():
 
 def test_what_the_framework_refuses_is_a_problem_document_too(client):
     assert_problem(
-        client.get("/v1/nonsense"), 404, "there is nothing at /v1/nonsense; check the address; the OpenAPI page"
+        client.get("/v1/nonsense"), 404, "there is nothing at /v1/nonsense; check the address; the page at /docs"
     )
     assert_problem(client.post("/healthz"), 405, "/docs")
     assert_problem(client.get("/v1/federations/default/rounds?format=xml"), 422, "format", "/docs")
@@ -659,7 +659,7 @@ def test_a_device_asks_only_in_its_own_federation(client):
     client.post("/v1/federations", json={"name": "night", "task": "digits"})
     _, headers = enrol(client, "one")
     path = "/v1/federations/night/assignment"
-    assert_problem(client.get(path, headers=headers), 403, "not enrolled in night; enrol there first")
+    assert_problem(client.get(path, headers=headers), 403, "not enrolled in night; enrol it there first")
     assert_problem(client.get("/v1/federations/none/assignment", headers=headers), 403, "not enrolled in none")
 
 

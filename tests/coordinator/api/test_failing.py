@@ -99,7 +99,7 @@ def test_a_fault_of_the_coordinator_never_ends_a_device(open_app, monkeypatch, t
         broken.setattr(place, fault if callable(fault) else Mock(side_effect=fault))
         # A client for each: the server closes the connection after such an answer.
         answer = httpx.get(f"{client.base_url}/v1/federations/default/assignment", headers=first)
-        assert_problem(answer, 500, "the coordinator failed at this call; try again")
+        assert_problem(answer, 500, "the coordinator failed to handle this call; try again")
         assert answer.headers["retry-after"] == "5"
         with httpx.Client(base_url=client.base_url) as device:
             transport = Transport(device, sleep=lambda seconds: (waits.append(seconds), broken.undo()))
@@ -438,7 +438,7 @@ def test_a_body_that_dribbles_is_ended_and_others_are_served(open_app, train, ca
             answer = connection.makefile("rb").read().decode()  # to its end: the connection is closed
         assert answer.startswith("HTTP/1.1 408 ")
         assert "application/problem+json" in answer
-        assert "bytes of the body came" in answer
+        assert "the body is too slow" in answer
         assert "retry-after: 5" in answer.lower()
     slow = [record for record in caplog.records if record.name == "sparrow.coordinator.api.middleware.body_limits"]
     assert len(slow) == 1, "once a minute"
@@ -467,7 +467,7 @@ def test_a_body_held_a_byte_short_is_ended_whatever_was_sent_before(open_app, tr
     with dribbling(client, update_of(*devices[0], 1_000_000) + bytes(999_999)) as connection:
         answer = connection.makefile("rb").read().decode()
     assert answer.startswith("HTTP/1.1 408 ")
-    assert "at 1000 bytes/s at least" in answer
+    assert "at 1000 bytes/s or more" in answer
     finish_round(client, devices, train)
 
 
@@ -512,7 +512,7 @@ def test_heads_without_end_are_refused(open_app):
         assert b"HTTP/1.1 431 " in answer, name
         if name == "lines":
             assert b"application/problem+json" in answer
-            assert b"32 KiB, 100 headers and a URL of 8 KiB" in answer
+            assert b"32 KiB, 100 headers or a URL of 8 KiB" in answer
     many = {f"X-{number}": "y" * 250 for number in range(90)}
     assert client.get("/v1/federations", headers=many).status_code == 200
     assert client.get(f"/v1/federations/{'y' * 7000}").status_code == 404
@@ -652,7 +652,7 @@ def test_an_address_has_so_many_connections_and_devices_their_own(open_app):
     assert client.get(**poll).status_code == 204  # from here on the connection is the device's
     with opened(client, 5):
         become(lambda: fresh(client, "/v1/federations").status_code == 429)
-        assert_problem(fresh(client, "/v1/federations"), 429, "too many connections from here")
+        assert_problem(fresh(client, "/v1/federations"), 429, "too many connections from this address")
         assert fresh(client, "/v1/federations").headers["retry-after"] == "5"
         assert fresh(client, "/healthz").status_code == 200
         assert client.get(**poll).status_code == 204

@@ -124,7 +124,7 @@ def test_the_command(client, digits, tmp_path, monkeypatch, capsys):
     assert evaluate.main([*command, "--inputs", "x", "--targets", "y"]) == 0
     assert capsys.readouterr().out.startswith("700 samples: accuracy 0.")
     assert evaluate.main(command) == 1
-    assert "name its arrays with --inputs and --targets" in capsys.readouterr().err
+    assert "give the arrays' names with --inputs and --targets" in capsys.readouterr().err
     assert evaluate.main([*command, "--inputs", "y", "--targets", "y"]) == 1
     assert "sparrow evaluate: inputs: int64" in capsys.readouterr().err
     assert evaluate.main([*command[:3], "--data", str(tmp_path / "none.npz")]) == Exit.NOT_FOUND

@@ -33,7 +33,9 @@ def test_a_step_is_made_for_a_share_of_the_neurons(open_app, ratio, monkeypatch)
 
 @pytest.mark.parametrize("ratio", [0.33, 0.2500001 * 0.999, 0.01, 0.999])
 def test_there_are_few_shares(open_app, ratio):
-    assert_problem(open_app().get(PATH, params={"ratio": ratio}), 422, "is no multiple of 0.05; give the page's")
+    assert_problem(
+        open_app().get(PATH, params={"ratio": ratio}), 422, "is not a multiple of 0.05; choose such a budget"
+    )
 
 
 def test_a_step_that_takes_too_long_is_given_up(open_app, monkeypatch):

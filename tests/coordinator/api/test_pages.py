@@ -278,7 +278,7 @@ def test_over_plain_http_and_before_pages_can_train_there_are_hints(open_app, mo
         ((), ""),
         (runtime.PACKAGES, "Pages cannot train here yet: run sparrow web on"),
         ((runtime.TRAINING,), "Pages cannot train here yet: run sparrow web on"),
-        ((runtime.SIGNATURES,), "needs @noble/ed25519 3.2.0, too; run sparrow web again on"),
+        ((runtime.SIGNATURES,), "@noble/ed25519 3.2.0 is missing; run sparrow web again on"),
     ):
         monkeypatch.setattr(links.runtime, "missing", lambda missing=missing: list(missing))
         (https,) = client.post(LINK, json={"server": SERVER}).json()["hints"] or [""]

@@ -99,14 +99,14 @@ def ranged(client, update, first, last=None, body=None, **more):
 
 def test_parts_that_do_not_fit_are_refused_and_leave_nothing(client, update, tmp_path):
     headers, path, body = update
-    assert_problem(ranged(client, update, 10), 416, "0 bytes of this update are here")
-    assert_problem(ranged(client, update, 0, 9, body[:10]), 416, "to the update's end")
+    assert_problem(ranged(client, update, 10), 416, "0 bytes of this update have arrived")
+    assert_problem(ranged(client, update, 0, 9, body[:10]), 416, "at the update's last byte")
     assert_problem(ranged(client, update, 0, body=body[:-1]), 411, "Content-Length")
     assert_problem(ranged(client, update, 0, **{"Content-Range": "bytes 1"}), 422, "FIRST-LAST/TOTAL")
     huge = {"Content-Range": f"bytes 0-{10**12 - 1}/{10**12}"}
     assert_problem(ranged(client, update, 0, **huge), 413, "nothing valid here is longer")
     damaged = bytes([body[0] ^ 1]) + body[1:]
-    assert_problem(ranged(client, update, 0, body=damaged), 416, "digest is another")
+    assert_problem(ranged(client, update, 0, body=damaged), 416, "does not match its announced digest")
     assert parts(tmp_path) == []
     asked = {"sha256": hashlib.sha256(body).hexdigest()}
     assert client.get(path, params=asked, headers=headers).json() == {"received": 0}
