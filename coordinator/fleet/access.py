@@ -1,12 +1,12 @@
-"""Tokens of operators, kept as digests, beside those of the settings.
+"""Tokens of operators, from the settings and from the records, kept as digests.
 
-An operator gives people and devices tokens of three kinds: ``admin`` to create and change federations, ``observer`` to
-look, ``enrolment`` to let a device in. They come from the settings (``COORDINATOR_ADMIN_TOKEN`` and so on) or from the
-records, where ``sparrow token`` puts and revokes them, also beside a running coordinator. A
-look-up is remembered for ``REMEMBER_SECONDS``: after that time every process knows of a revoked token.
+Tokens are of three kinds: ``admin`` to create and change federations, ``observer`` to view, ``enrolment`` to enrol
+devices. They come from the settings (``COORDINATOR_ADMIN_TOKEN`` and so on) or from the records, which ``sparrow
+token`` changes, also while a coordinator runs. A look-up is cached for ``REMEMBER_SECONDS``, after which every process
+knows of a revocation.
 
-A secret is 256 random bits behind a prefix with its kind, for scanners that look for leaked ones. It is looked
-up by its SHA-256: what the time of a look-up tells is about a digest of it, which nobody can steer.
+A secret is 256 random bits after a prefix with its kind, for scanners of leaked secrets. It is looked up by its
+SHA-256, so the timing of a look-up depends on a digest that a caller cannot choose.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ PREFIXES = {
     "session": "sparrow_session_",
 }
 REMEMBER_SECONDS = 5.0
-"""The time for which a look-up of a token is remembered."""
+"""Lifetime of a cached look-up."""
 
 MOST_REMEMBERED = 100_000
-"""Tokens remembered at a time, of each sort; beyond it all are looked up anew."""
+"""Cached look-ups per cache, which is cleared beyond it."""
 
 
 def new_secret(kind: str) -> str:
@@ -49,15 +49,16 @@ def new_secret(kind: str) -> str:
 
 
 def secret_after(kind: str, before: bytes, key: str) -> str:
-    """Return the secret that follows the one of digest ``before`` for the holder of ``key``, a secret itself.
+    """Return the secret that follows the one with digest ``before``, derived from the holder's secret ``key``.
 
-    It is the same one at every call."""
+    Repeated calls return the same secret.
+    """
     made = hmac.digest(key.encode(), kind.encode() + before, "sha256")
     return PREFIXES[kind] + base64.urlsafe_b64encode(made).rstrip(b"=").decode()
 
 
 def digest_of(secret: str) -> bytes:
-    """Return the digest of a secret. It is random and long, so that one hash is enough: there is nothing to guess."""
+    """Return the digest of a secret. Secrets are long and random, so one hash suffices."""
     return hashlib.sha256(secret.encode()).digest()
 
 
@@ -65,8 +66,8 @@ def digest_of(secret: str) -> bytes:
 class Holder:
     """The holder of an operator's token.
 
-    token_id: its id in the records, None for a setting's. federation: the only one that it is for, by name, None for
-    all. expires_at: seconds since the epoch, None for never.
+    token_id: id in the records; None for a setting. federation: the only federation it is for; None for all.
+    expires_at: seconds since the epoch; None for never.
     """
 
     kind: Kind
@@ -75,7 +76,7 @@ class Holder:
     expires_at: float | None = None
 
     def reaches(self, federation: str | None) -> bool:
-        """Return whether the token is for this federation; None: for what belongs to none."""
+        """Return whether the token is for this federation. None: for a call outside of all federations."""
         return self.federation is None or self.federation == federation
 
     def is_over(self, now: float) -> bool:
@@ -92,7 +93,7 @@ def new_token(
     seconds: float | None = None,
     federation_id: int | None = None,
 ) -> tuple[Token, str]:
-    """Return a new token and its secret. seconds: how long it is valid; None for ever."""
+    """Return a new token and its secret. seconds: its lifetime; None for ever."""
     secret = new_secret(kind)
     token = Token(
         id=secrets.token_hex(8),
@@ -109,9 +110,9 @@ def new_token(
 
 
 class Remembered(Generic[Caller]):
-    """Callers that were looked up in the last ``REMEMBER_SECONDS``, by the digest of the secret that they sent.
+    """Cache of callers for ``REMEMBER_SECONDS``, by the digest of their secret.
 
-    is_over: whether a secret of theirs has expired by a moment.
+    is_over: whether a caller's secret has expired at a given time.
     """
 
     def __init__(self, clock: Callable[[], float], is_over: Callable[[Caller, float], bool]) -> None:
@@ -126,7 +127,7 @@ class Remembered(Generic[Caller]):
         return digest in self._found
 
     def get(self, digest: bytes) -> Caller | None:
-        """Return the caller, unless its look-up is too old or what it sent has expired."""
+        """Return the caller, unless the look-up is too old or the secret has expired."""
         now = self._clock()
         caller, looked_at = self._found.get(digest, (None, 0.0))
         if caller is None or abs(now - looked_at) >= REMEMBER_SECONDS or self._is_over(caller, now):
@@ -134,7 +135,7 @@ class Remembered(Generic[Caller]):
         return caller
 
     def put(self, digest: bytes, caller: Caller, looked_at: float) -> None:
-        """Remember a look-up."""
+        """Cache a look-up."""
         if len(self._found) >= MOST_REMEMBERED:
             self._found.clear()
         self._found[digest] = (caller, looked_at)
@@ -149,7 +150,7 @@ class Remembered(Generic[Caller]):
 
 
 class Tokens:
-    """Every operator's token. given: kind -> the setting's token, for the kinds that have one."""
+    """All operators' tokens. given: tokens of the settings by kind."""
 
     def __init__(self, store: Store, clock: Callable[[], float], given: Mapping[Kind, str]) -> None:
         self._store = store
@@ -160,9 +161,9 @@ class Tokens:
         self._looked_at = -REMEMBER_SECONDS
 
     def guarded(self) -> frozenset[Kind]:
-        """Return the kinds of which there is, or ever was, a token: their calls are open to nobody else.
+        """Return the kinds of which a token exists or ever existed; their calls need one.
 
-        One that was revoked or expired still counts, or else revoking tokens would open those calls.
+        Revoked and expired tokens count: otherwise revoking the last one would open the calls to everybody.
         """
         if len(self._kinds) < len(KINDS) and not self.guarded_known():
             with self._store.reading() as db:
@@ -171,9 +172,9 @@ class Tokens:
         return self._kinds
 
     def make_first(self, keep: Callable[[Mapping[Kind, str]], None]) -> dict[Kind, str]:
-        """Make a token of each kind and return their secrets; nothing where there is a token, or ever was.
+        """Make a token of each kind and return the secrets; nothing if a token exists or ever existed.
 
-        keep: called with the secrets before they are in force, so that none is in force that nobody has.
+        keep: called with the secrets before the tokens become valid, so that no secret is lost.
         """
         if self.guarded():
             return {}
@@ -186,34 +187,35 @@ class Tokens:
         return found
 
     def forget(self) -> None:
-        """Forget all look-ups: the next call reads the records."""
+        """Clear the cache."""
         self.remembered.clear()
         self._looked_at = -REMEMBER_SECONDS
 
     def guarded_before(self) -> frozenset[Kind]:
-        """Return what ``guarded`` was when it was last looked up."""
+        """Return the last known result of ``guarded``."""
         return self._kinds
 
     def guarded_known(self) -> bool:
-        """Return whether ``guarded`` answers without reading the records."""
+        """Return whether ``guarded`` needs no query now."""
         return len(self._kinds) == len(KINDS) or abs(self._clock() - self._looked_at) < REMEMBER_SECONDS
 
     def known_holder(self, secret: str) -> Holder | None:
-        """Return the holder of this token if it was looked up a moment ago, without reading the records."""
+        """Return the cached holder of this token, without a query."""
         digest = digest_of(secret)
         return self.of_settings(lambda known: hmac.compare_digest(known, digest)) or self.remembered.get(digest)
 
     def of_settings(self, is_it: Callable[[bytes], bool]) -> Holder | None:
-        """Return the holder of the settings' token whose digest is the wanted one; None if there is none."""
+        """Return the holder of the setting's token whose digest satisfies ``is_it``, or None."""
         found = [holder for digest, holder in self._given if is_it(digest)]
         return found[0] if found else None
 
     def find(self, secret: str) -> Holder | None:
-        """Return the holder of this token; None if it is unknown, revoked or expired."""
+        """Return the holder of this token, or None if it is unknown, revoked or expired."""
         known = self.known_holder(secret)
         if known is not None:
             return known
-        digest, now = digest_of(secret), self._clock()
+        digest = digest_of(secret)
+        now = self._clock()
         with self._store.reading() as db:
             holder = valid_holder(db, Token.secret_sha256 == digest)
         if holder is None:
@@ -221,13 +223,14 @@ class Tokens:
             return None
         if holder.is_over(now):
             return None
-        self._kinds |= {holder.kind}  # there is one: it guards from now on, not from the next look
+        # The kind is guarded at once, not only after the next query.
+        self._kinds |= {holder.kind}
         self.remembered.put(digest, holder, now)
         return holder
 
 
 def valid_holder(db: Session, which: ColumnElement[bool]) -> Holder | None:
-    """Return the holder of a token of the records; None if it is unknown or revoked. It may have expired."""
+    """Return the holder of a token in the records, or None if it is unknown or revoked. It may have expired."""
     row = db.execute(
         select(Token, Federation.name)
         .outerjoin(Federation, Federation.id == Token.federation_id)
@@ -237,12 +240,12 @@ def valid_holder(db: Session, which: ColumnElement[bool]) -> Holder | None:
 
 
 def spend(db: Session, token_id: str, now: float) -> None:
-    """Count one more use of an enrolment token, in the transaction that enrols. Raises NotAuthenticated."""
+    """Count one use of an enrolment token, in the transaction that enrols the device. Raises NotAuthenticated."""
     left = or_(Token.max_uses.is_(None), Token.uses < Token.max_uses)
     valid = (Token.revoked_at.is_(None), or_(Token.expires_at.is_(None), Token.expires_at > now))
     counted = update(Token).where(Token.id == token_id, left, *valid).values(uses=Token.uses + 1)
     if not db.connection().execute(counted).rowcount:
         raise NotAuthenticated(
-            "the enrolment token has been used as often as it may be, or is no longer valid; ask the operator for "
-            "another (sparrow token create enrolment)"
+            "the enrolment token is used up or no longer valid; ask the operator for another (sparrow token create "
+            "enrolment)"
         )

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Caller:
-    """A device that has shown its token, which it has had since ``issued_at``."""
+    """A device with a valid token, issued at ``issued_at``."""
 
     device_id: str
     federation: str
@@ -51,10 +51,10 @@ class Caller:
 
 
 class Devices:
-    """Every enrolled device. Tokens and enrolment keys are kept hashed only.
+    """All enrolled devices. Tokens and enrolment keys are stored as hashes.
 
-    rotation_seconds: age at which a device is asked to take a new token, None for never. lifetime_seconds: age beyond
-    which a token is good for nothing, None for none. The holder of a token is remembered for ``REMEMBER_SECONDS``.
+    rotation_seconds: age at which a device renews its token; None for never. lifetime_seconds: age at which a token
+    expires; None for never. Holders of tokens are cached for ``REMEMBER_SECONDS``.
     """
 
     def __init__(
@@ -70,17 +70,18 @@ class Devices:
         self._rotation_seconds = rotation_seconds
         self._lifetime_seconds = lifetime_seconds
         self._remembered = Remembered(clock, self._is_over)
-        self._changes = 0  # of tokens in this process: a look-up before one is not remembered after it
+        # Counts token changes in this process: a look-up begun before one is not cached.
+        self._changes = 0
         self._remembering = threading.Lock()
 
     def enrol(self, federation_name: str, request: Enrol, token_id: str | None = None) -> Enrolled:
-        """Enrol a device, or give one that lost the answer, or whose token has expired, a new token.
+        """Enrol a device, or give an enrolled one a new token, after a lost answer or an expired token.
 
-        The old one is good until the new one is used for the first time, and asking again gives the same new one: a
-        call that comes twice, or late, takes no token from a device.
+        The old token stays valid until the new one is first used, and repeated calls return the same new token: a
+        duplicate or late call takes no token from a device.
 
-        token_id: the enrolment token of the records that lets it in; one use of it is counted, in the transaction that
-        makes the device. Raises NameTaken, NotFound, NotAuthenticated.
+        token_id: the enrolment token whose use is counted in the same transaction. Raises NameTaken, NotFound,
+        NotAuthenticated.
         """
         key = digest_of(request.enrolment_key)
         now = self._clock()
@@ -94,12 +95,12 @@ class Devices:
             if device is not None and not hmac.compare_digest(device.enrolment_key_sha256, key):
                 raise NameTaken(
                     f"a device called {request.name!r} is enrolled in {federation_name}; choose another --device-name, "
-                    f"or, if it is this device and its state was lost, have an admin revoke it first (sparrow device "
-                    f"revoke {federation_name} {request.name})"
+                    f"or, if this device has lost its state, let an admin revoke it first (sparrow device revoke "
+                    f"{federation_name} {request.name})"
                 )
             if device is not None and request.identity_key not in (None, device.identity_key):
                 raise NameTaken(
-                    f"{request.name} is enrolled with another identity key: its state was lost or is a copy; have an "
+                    f"{request.name} is enrolled with another identity key: its state was lost or is a copy; let an "
                     f"admin revoke it, or choose another --device-name"
                 )
             if device is None:
@@ -124,53 +125,54 @@ class Devices:
                 token = secret_after("device", device.token_sha256, request.enrolment_key)
                 device.next_token_sha256 = digest_of(token)
             device.profile = request.profile.model_dump(mode="json")
-            device.budget, device.num_examples = request.budget, request.num_examples or device.num_examples
+            device.budget = request.budget
+            device.num_examples = request.num_examples or device.num_examples
             device.limited_by = request.limited_by.value if request.limited_by else None
             device.hosted = request.hosted
             device.seen_at = now
             return Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
 
     def known_caller(self, token: str) -> Caller | None:
-        """Return the device that holds this token if it was looked up a moment ago, without reading the records."""
+        """Return the cached device of this token, without a query."""
         return self._remembered.get(digest_of(token))
 
     def was_known(self, token: str) -> bool:
-        """Return whether this token was a device's when it was last looked up."""
+        """Return whether this token was valid at its last look-up."""
         return digest_of(token) in self._remembered
 
     def authenticate(self, token: str) -> Caller:
-        """Return the device that holds this token. Raises NotAuthenticated, TokenExpired."""
+        """Return the device with this token. Raises NotAuthenticated, TokenExpired."""
         caller = self.known_caller(token) or self._look_up(digest_of(token))
         if self._is_over(caller, self._clock()):
             raise TokenExpired(
-                "this device's token has expired; start the device again, with an enrolment token where one is needed, "
-                "and it gets a new one"
+                "this device's token has expired; restart the device, with an enrolment token if needed, to get a new "
+                "one"
             )
         return caller
 
     def wants_rotation(self, caller: Caller) -> bool:
-        """Return whether the device should take a new token."""
+        """Return whether the device should renew its token."""
         return self._rotation_seconds is not None and self._clock() - caller.issued_at >= self._rotation_seconds
 
     def rotate(self, device_id: str, enrolment_key: str) -> NewToken:
-        """Return a new token for the device that enrolled with this key. The old one is valid until the new one is used
-        for the first time, and asking again gives the same new one.
+        """Return a new token for the device that enrolled with this key.
 
-        So a lost answer does no harm, and whoever has stolen the token, but not the key, loses it with this. Raises
-        NotAuthenticated, NotAllowed.
+        The old token stays valid until the new one is first used, and repeated calls return the same one, so a lost
+        answer does no harm. A thief with the token but without the key loses access. Raises NotAuthenticated,
+        NotAllowed.
         """
         with self._store.writing() as db:
             device = db.get(Device, device_id)
             if device is None or device.status == "revoked":
                 raise NotAuthenticated(UNKNOWN)
             if not hmac.compare_digest(device.enrolment_key_sha256, digest_of(enrolment_key)):
-                raise NotAllowed("this is not the key that the device enrolled with; nothing was changed")
+                raise NotAllowed("the enrolment key is not that of the device; send the key that it enrolled with")
             token = secret_after("device", device.token_sha256, enrolment_key)
             device.next_token_sha256 = digest_of(token)
         return NewToken(token=token)
 
     def forget(self) -> None:
-        """Look every token up anew: devices have gone."""
+        """Clear the cache after devices were deleted."""
         self._forget(None)
         self._remembered.clear()
 
@@ -178,16 +180,22 @@ class Devices:
         return self._lifetime_seconds is not None and now - caller.issued_at >= self._lifetime_seconds
 
     def _look_up(self, digest: bytes) -> Caller:
-        now, changes, replaced = self._clock(), self._changes, None
+        now = self._clock()
+        changes = self._changes
+        replaced = None
         try:
-            with self._store.reading() as db:  # an unknown token must not keep others from writing
+            # A read: an unknown token must not block writers.
+            with self._store.reading() as db:
                 device, federation = _holder(db, digest)
-            if device.token_sha256 != digest:  # it has used its new token: the old one is over
+            # The first use of the new token ends the old one.
+            if device.token_sha256 != digest:
                 with self._store.writing() as db:
                     device, federation = _holder(db, digest)
                     if device.token_sha256 != digest:
                         replaced = device.token_sha256
-                        device.token_sha256, device.token_issued_at, device.next_token_sha256 = digest, now, None
+                        device.token_sha256 = digest
+                        device.token_issued_at = now
+                        device.next_token_sha256 = None
                 self._forget(replaced)
                 changes = self._changes
         except NotAuthenticated:
@@ -200,7 +208,7 @@ class Devices:
         return caller
 
     def _forget(self, digest: bytes | None) -> None:
-        """Forget a token after the commit that revoked it; look-ups that read the records before do not keep it."""
+        """Drop a token from the cache after the commit that revoked it, and do not cache look-ups in progress."""
         with self._remembering:
             self._changes += 1
             if digest is not None:
@@ -222,7 +230,7 @@ class Devices:
                 device.profile = {**device.profile, "data_warnings": list(request.data_warnings)}
             if request.holds_model is not None:
                 federation = db.get_one(Federation, device.federation_id)
-                # Where devices keep no personal models, only an adapted one counts, and of that the records know.
+                # Without personal models only an adapted model counts, which the records know.
                 device.holds_model = request.holds_model and (
                     device.holds_model or load_method(federation.method).personal_models
                 )
@@ -231,17 +239,18 @@ class Devices:
                     _forgive_adapting(db, device_id)
             if request.conditions is not None:
                 device.present = request.conditions.available
-                if not rests(device, self._clock()):  # which it cannot end itself
+                # A device cannot end its own rest.
+                if not rests(device, self._clock()):
                     device.rest_until = 0.0
                 device.paused = None
                 if not device.present:
                     reason = request.conditions.reason
                     device.paused = reason.value if isinstance(reason, PauseReason) else None
-                    said = device.paused or reason or "no reason given"
-                    log.info("%s leaves: %s", device.name, in_words(said))
-                    left = _take_back(db, device_id, said)
+                    given = device.paused or reason or "no reason given"
+                    log.info("%s leaves: %s", device.name, in_words(given))
+                    left = _take_back(db, device_id, given)
                     if reason is not None and device.paused is None:
-                        note_failure(device, left, said, self._clock())
+                        note_failure(device, left, given, self._clock())
             if request.revoked:
                 revoked = device.token_sha256
                 revoke(db, device)
@@ -258,7 +267,9 @@ UNKNOWN = "the device token is unknown or revoked; enrol again"
 
 def revoke(db: Session, device: Device) -> None:
     """Revoke a device's token for good; its open assignments expire."""
-    device.status, device.present, device.next_token_sha256 = "revoked", False, None
+    device.status = "revoked"
+    device.present = False
+    device.next_token_sha256 = None
     _change_open(db, device.id, status="expired")
 
 
@@ -277,8 +288,8 @@ def _notice(federation: Federation, device: Device) -> str | None:
     if reaches(device.budget, smallest):
         return None
     return (
-        f"your budget of {device.budget:g} is below the {smallest:g} that {federation.method} needs: this device takes "
-        f"part in no round, and adapts the model when the federation has ended; with a larger --budget it trains"
+        f"your budget of {device.budget:g} is below the {smallest:g} that {federation.method} needs: this device only "
+        f"adapts the final model; give a larger --budget to train"
     )
 
 
@@ -289,9 +300,11 @@ def _change_open(db: Session, device_id: str, **values: Any) -> None:
 
 
 def _take_back(db: Session, device_id: str, reason: str) -> Assignment | None:
-    """Close the open assignments of a device that leaves, so that no round waits for them; return one of them.
+    """Close the open assignments of a leaving device, so that no round waits for them; return one of them.
 
-    Work for everyone is given again when it is back; adapting the finished model, for which nobody waits, stays."""
+    Work for every device is reassigned when it returns. Adapting the final model stays open, since no round waits for
+    it.
+    """
     assignment = None
     left = select(Assignment).where(Assignment.device_id == device_id, Assignment.status == "open")
     for assignment in db.scalars(left.where(Assignment.kind != "adapt")):
@@ -302,7 +315,7 @@ def _take_back(db: Session, device_id: str, reason: str) -> Assignment | None:
 
 
 def _forgive_adapting(db: Session, device_id: str) -> None:
-    """Let a device that returned its adapting, and was started again, try once more."""
+    """Let a restarted device that returned its adapting assignment try once more."""
     db.execute(
         update(Assignment)
         .where(Assignment.device_id == device_id, Assignment.kind == "adapt", Assignment.status == "returned")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pydantic import ValidationError
 from sqlalchemy import delete, func, insert, select, update
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class Federations:
-    """Every federation of this coordinator."""
+    """All federations of this coordinator."""
 
     def __init__(self, store: Store, models: Models, clock: Callable[[], float]) -> None:
         self._store = store
@@ -57,12 +58,13 @@ class Federations:
         self._clock = clock
 
     def change(self, name: str, request: ChangeFederation) -> FederationInfo:
-        """Pause, resume, stop or reopen a federation, or change settings from the next round on."""
+        """Pause, resume, stop, reopen or roll back a federation, or change settings from the next round on."""
         if request.model_version is not None:
             self._check_whole(name, request.model_version)
         with self._store.writing() as db:
             federation = find(db, name)
-            settings_of(federation)  # can be read
+            # Raises Unreadable.
+            settings_of(federation)
             changed = request.model_dump(exclude={"action", "model_version"}, exclude_none=True)
             federation.settings = {**federation.settings, **changed}
             try:
@@ -70,12 +72,12 @@ class Federations:
             except ValidationError as error:
                 raise BadContent(explain(error)) from None
             if settings.rounds < federation.round:
-                raise BadContent(f"rounds: {federation.round} have closed already; give at least as many")
+                raise BadContent(f"rounds: {federation.round} rounds have closed; give at least as many")
             if changed:
                 check_settings(load_method(federation.method), self._models.manifest(federation), settings)
                 publications.check_changed(db, federation, settings)
             if (request.action == "rollback") != (request.model_version is not None):
-                raise BadContent("model_version: give it with the action rollback, and with no other")
+                raise BadContent("model_version: give it with the action rollback only")
             if request.model_version is not None:
                 rollback.ask(db, federation, self._models, request.model_version)
             elif request.action is not None:
@@ -84,8 +86,7 @@ class Federations:
             if over:
                 remedy = {
                     "max_rounds": "set more rounds first",
-                    "all_stopped": "every device has stopped early, and more rounds change nothing: reopen it when a "
-                    "device has enrolled that has not",
+                    "all_stopped": "every device has stopped early; reopen it after a new device has enrolled",
                 }
                 raise WrongState(f"{name} would end again at once: {remedy.get(over, over)}")
             if request.action == "reopen":
@@ -95,10 +96,10 @@ class Federations:
         return self.get(name)
 
     def delete(self, name: str) -> None:
-        """Remove a federation that is not at work: its records, devices and models. Raises NotFound, WrongState.
+        """Delete an inactive federation with its records, devices and models. Raises NotFound, WrongState.
 
-        Later calls with its devices' tokens are answered so. Operators' tokens that were for it alone are revoked, and
-        stay in the records: their kind remains guarded.
+        Later calls of its devices get 410. Tokens for this federation only are revoked but stay in the records, so that
+        their kind remains guarded.
         """
         with self._store.writing() as db:
             federation = find(db, name)
@@ -121,18 +122,19 @@ class Federations:
             db.execute(its_own.values(federation_id=None, revoked_at=func.coalesce(Token.revoked_at, now)))
             db.delete(federation)
             log.info("%s is deleted", name)
-        # Blobs after the commit: killed in between, the next start removes them.
+        # Blobs go after the commit; if the process is killed in between, the next start removes them.
         clear_deleted(self._store, federation.id)
         self._models.drop(federation.id)
 
     def list(self) -> list[FederationInfo]:
-        """Return every federation that can be read, by age."""
+        """Return all readable federations, oldest first."""
         found = []
         with self._store.reading() as db:
             for federation in db.scalars(select(Federation)):
                 try:
                     found.append(self.describe(db, federation))
-                except Unreadable as error:  # asking for it alone tells why
+                except Unreadable as error:
+                    # A request for this federation reports the reason.
                     log.error("%s", error)
         return found
 
@@ -185,7 +187,7 @@ class Federations:
         )
 
     def _check_whole(self, name: str, version: int) -> None:
-        """Raise Damaged where a model that is kept is: now, and not when the federation goes back to it."""
+        """Raise Damaged now if a kept model is damaged, not only when the rollback happens."""
         with self._store.reading() as db:
             federation = find(db, name)
             kept = self._models.kept(db, federation)
@@ -201,24 +203,31 @@ def find(db: Session, name: str) -> Federation:
     return federation
 
 
-_ACTIONS: dict[str, tuple[set[str], str | None]] = {
-    "pause": ({"waiting", "running"}, "paused"),
-    "resume": ({"paused"}, None),
-    "stop": ({"waiting", "running", "paused"}, "stopped"),
-    "reopen": ({"finished", "stopped"}, None),
+@dataclass(frozen=True)
+class _Action:
+    """An operator's action. allowed: statuses in which it is possible. following: next status; None for active."""
+
+    allowed: frozenset[str]
+    following: str | None
+
+
+_ACTIONS = {
+    "pause": _Action(frozenset({"waiting", "running"}), "paused"),
+    "resume": _Action(frozenset({"paused"}), None),
+    "stop": _Action(frozenset({"waiting", "running", "paused"}), "stopped"),
+    "reopen": _Action(frozenset({"finished", "stopped"}), None),
 }
-"""Of each action: the statuses in which it can be taken, and the next one; None: that of a federation at work."""
 
 
 def _act(federation: Federation, action: str) -> None:
-    """Take an operator's action. Raises WrongState."""
-    allowed, following = _ACTIONS[action]
-    if federation.status not in allowed:
-        raise WrongState(
-            f"{federation.name} is {federation.status}; this can be done while it is {' or '.join(sorted(allowed))}"
-        )
-    federation.status = following or ("running" if federation.round else "waiting")
+    """Carry out an operator's action. Raises WrongState."""
+    taken = _ACTIONS[action]
+    if federation.status not in taken.allowed:
+        possible = " or ".join(sorted(taken.allowed))
+        raise WrongState(f"{federation.name} is {federation.status}; {action} it while it is {possible}")
+    federation.status = taken.following or ("running" if federation.round else "waiting")
     if action == "stop":
         federation.reason = "operator"
     if action == "reopen":
-        federation.reason = federation.finished_at = None
+        federation.reason = None
+        federation.finished_at = None

@@ -1,9 +1,9 @@
-"""The polling schedule: devices without work ask again at different moments, however many there are.
+"""The polling schedule, which spreads the calls of devices without work evenly over time.
 
-A fleet of n devices that may make r calls for work a second comes round once in a cycle of n / r seconds. In each cycle
-every device has one moment of its own, which follows from its id and the cycle's number: spread evenly, never the same
-neighbours twice, the same for one that asks twice. So after an outage, when all come back together, the next
-cycle is calm. Fleets that r calls a second suffice for are told the usual pause.
+A fleet of n devices that may make r calls per second needs a cycle of n / r seconds. In each cycle every device has one
+moment, derived from its id and the cycle's number: evenly spread, with different neighbours each time, and the same for
+a repeated call. So after an outage with simultaneous calls the next cycle is calm again. Small fleets get the usual
+pause.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..storage.store import Store
 from ..storage.tables import Device, Federation
 
 COUNT_SECONDS = 10.0
-"""The time for which a count of the fleet is used."""
+"""Lifetime of a count of the fleet."""
 
 OVER = (FederationStatus.finished.value, FederationStatus.stopped.value)
 
 
 class Polling:
-    """The polling schedule of devices without work. least: the usual pause, s. calls: most calls for work a second."""
+    """Polling schedule of devices without work. least: the usual pause, s. calls: most calls for work per second."""
 
     def __init__(self, store: Store, clock: Callable[[], float], *, least: int, calls: float) -> None:
         self._store = store
@@ -37,11 +37,11 @@ class Polling:
         self._devices = 0
 
     def known_pause(self, device_id: str) -> int | None:
-        """Return what ``retry_after`` does where that takes no look at the records; None otherwise."""
+        """Return ``retry_after`` if it needs no query now, otherwise None."""
         return self.retry_after(device_id) if self._clock() - self._counted_at < COUNT_SECONDS else None
 
     def retry_after(self, device_id: str) -> int:
-        """Return the whole seconds after which this device shall ask again."""
+        """Return the whole seconds until this device should ask again."""
         now = self._clock()
         cycle = self._count(now) / self._calls
         if cycle <= self._least:
@@ -52,12 +52,12 @@ class Polling:
         return math.ceil((number + share) * cycle - now)
 
     def longest(self) -> float:
-        """Return the longest pause, s, that a device without work is asked for now."""
+        """Return the longest current pause of a device without work, s."""
         cycle = self._count(self._clock()) / self._calls
         return self._least if cycle <= self._least else math.ceil(2 * cycle)
 
     def _count(self, now: float) -> int:
-        """Return the number of devices that ask for work: those of federations that are not over."""
+        """Return the number of devices in active federations."""
         if now - self._counted_at >= COUNT_SECONDS:
             asking = (
                 select(func.count())

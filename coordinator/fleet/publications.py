@@ -1,6 +1,6 @@
-"""Publications of federations' models: checked when they come, kept, and handed out as they are.
+"""Signed publications of models: checked on receipt, stored, and served unchanged.
 
-A coordinator cannot vouch for a model to devices; it only refuses early if devices would refuse.
+The coordinator's check does not replace the devices' own; it only refuses early what devices would refuse.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..storage.tables import Federation
 def checked(
     publication: Publication, name: str, original: Manifest, manifest: Manifest, settings: FederationSettings
 ) -> Published:
-    """Return a publication as it is handed out. Raises BadContent if devices would refuse it.
+    """Return a publication for devices. Raises BadContent if devices would refuse it.
 
-    original: the published manifest. manifest: the federation's, which a method may have made of it.
+    original: the published manifest. manifest: the federation's, which the method may have changed.
     """
     try:
         terms = Terms.of(publication)
@@ -36,18 +36,18 @@ def checked(
         raise BadContent(f"publication: {error}") from None
     if terms.federation != name:
         raise BadContent(
-            f"publication: it is signed for the federation {terms.federation}, not for {name}; sign it anew"
+            f"publication: it is signed for the federation {terms.federation}, not for {name}; sign it again"
         )
     if terms.manifest != original.digest:
         raise BadContent("publication: it is signed for another manifest; publish with sparrow publish")
     for graph, digest in manifest.graphs.items():
         if terms.graphs.get(graph) != digest:
             raise BadContent(
-                f"publication: the {graph} is not the signed one; publish with the coordinator's version of onnx"
+                f"publication: the {graph} differs from the signed one; publish with the coordinator's version of onnx"
             )
     wrong = faults(terms.settings, settings)
     if wrong:
-        raise BadContent(f"publication: the settings lie outside of the signed ranges: {'; '.join(wrong)}")
+        raise BadContent(f"publication: settings outside the signed ranges: {'; '.join(wrong)}")
     return Published(publication=publication, manifest=None if original.digest == manifest.digest else original.text)
 
 
@@ -55,7 +55,7 @@ def read(db: Session, federation: Federation) -> Published:
     """Return a federation's publication. Raises NotFound if its model is not signed."""
     text = db.scalar(select(Federation.publication).where(Federation.id == federation.id))
     if text is None:
-        raise NotFound(f"the model of {federation.name} is built in, or was published without a signature")
+        raise NotFound(f"the model of {federation.name} is not signed: it is built in or was published unsigned")
     try:
         return Published.model_validate_json(text)
     except ValueError as error:
@@ -71,7 +71,7 @@ def check_changed(db: Session, federation: Federation, settings: FederationSetti
     if wrong:
         raise BadContent(
             f"{'; '.join(wrong)}: the publisher of the model ({publication.fingerprint}) has signed this range, and "
-            f"devices refuse anything else; stay within it, or have the model published again"
+            f"devices refuse other values; stay within it, or ask the publisher to publish again"
         )
 
 

@@ -1,4 +1,4 @@
-"""New federations and new versions of their models: of a built-in task, or as somebody publishes them."""
+"""Creation of federations, of a built-in task or a published model, and replacement of their models' graphs."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ from .federations import Federations, find
 log = logging.getLogger(__name__)
 
 NEVER = 0.0
-"""When a federation was deleted that is being created, or whose creation failed."""
+"""``deleted_at`` of a federation that is being created, or whose creation failed."""
 
 LARGEST_NOTE = 64 * 1024
 
 
 class Publisher:
-    """Makes federations, and gives them new versions of their models."""
+    """Creates federations, and replaces their models' graphs."""
 
     def __init__(self, store: Store, models: Models, clock: Callable[[], float], federations: Federations) -> None:
         self._store = store
@@ -85,9 +85,9 @@ class Publisher:
         return self._create(request, task.manifest, files, None)
 
     def publish(self, body: bytes, largest: int = 2**31) -> FederationInfo:
-        """Create a federation of a user's own model: a checkpoint as ``CreateFederation`` describes it.
+        """Create a federation of a custom model: a checkpoint as described by ``CreateFederation``.
 
-        largest: of the model, in bytes: a manifest of a few lines may describe values without end. Raises BadContent,
+        largest: size limit of the model in bytes; a short manifest may declare huge tensors. Raises BadContent,
         NameTaken, TooLarge.
         """
         with callers_data():
@@ -98,22 +98,22 @@ class Publisher:
             tensors, _ = checkpoint.load(body)
             request = request.model_copy(update={"publication": _take_publication(tensors) or request.publication})
         if request.task is not None:
-            raise BadContent("task: leave it out where a manifest is published")
+            raise BadContent("task: leave it out, since the manifest defines it")
         with callers_data():
             manifest = _take_manifest(tensors)
             if manifest.first_sha256 is not None:
-                raise BadContent("first_sha256: leave it out; the coordinator says what stays on devices")
+                raise BadContent("first_sha256: leave it out; the coordinator determines the values kept on devices")
             files = {name: _taken(tensors, name) for name in manifest.files}
             size = 4 * manifest.shared_values + values.size(manifest, "frozen") + values.size(manifest, "first")
             if size > largest:
-                raise TooLarge(f"the model has {size} bytes, this coordinator takes up to {largest}")
+                raise TooLarge(f"the model has {size} bytes, this coordinator accepts up to {largest}")
         return self._create(request, manifest, files, tensors, len(body))
 
     def replace_model(self, name: str, body: bytes) -> FederationInfo:
-        """Give the model new graphs, and a manifest that names them: now, or when the open round has closed.
+        """Replace the model's graphs and manifest, now or after the open round.
 
-        body: a checkpoint as a publication, without weights: those stay. The same again changes nothing. Raises
-        NotFound, BadContent, TooLarge, and DifferentFederation where the model's values are not the federation's.
+        body: a published checkpoint without weights, which do not change. Repeating it has no effect. Raises NotFound,
+        BadContent, TooLarge; DifferentFederation if the tensors differ.
         """
         with self._store.reading() as db:
             federation = find(db, name)
@@ -125,22 +125,24 @@ class Publisher:
             publications.check_replaced(federation, publication)
             graphs: dict[FileName, bytes] = {name: _taken(tensors, name) for name in published.graphs}
             if tensors:
-                raise BadContent(f"{next(iter(tensors))}: weights are not replaced; leave them out, or publish anew")
+                raise BadContent(
+                    f"{next(iter(tensors))}: weights cannot be replaced; leave them out, or publish under another name"
+                )
             method = _check_model(federation.method, published)
             composed = _composed(method, PublishedModel(published, graphs, {}), settings_of(federation))
-            manifest, graphs = method.manifest(composed.manifest, settings_of(federation)), dict(composed.files)
+            manifest = method.manifest(composed.manifest, settings_of(federation))
+            graphs = dict(composed.files)
         has = self._models.manifest(federation)
         manifest = Manifest.model_validate({**manifest.model_dump(), "first_sha256": has.first_sha256})
         difference = _difference(has, manifest, masked=model.mask is not None)
         if difference:
             raise DifferentFederation(
-                f"{difference}. A model of other values, inputs or outputs needs a federation of its own: publish it "
-                f"under another name"
+                f"{difference}. Publish a model with other values, inputs or outputs under another name"
             )
         if "step" in has.graphs and "step" not in manifest.graphs:
             raise BadContent(
-                "step_sha256: the federation's model has a training step, with which devices train without PyTorch, "
-                "and this version has none; publish one that compiles"
+                "step_sha256: the federation's model has a training step, for devices without PyTorch, and this "
+                "version has none; publish a version that compiles"
             )
         signed = None
         with callers_data():
@@ -151,7 +153,7 @@ class Publisher:
         with self._store.writing() as db:
             now = find(db, name)
             if now.id != federation.id:
-                raise NotFound(f"{name} was deleted meanwhile, and published anew; try again")
+                raise NotFound(f"{name} was deleted and published again meanwhile; retry")
             text = manifest.model_dump_json()
             now.replacement = None if text == now.manifest else text
             now.replacement_publication = None
@@ -163,12 +165,12 @@ class Publisher:
                 now.published = {**now.published, "model_digest": published.model_digest}
             if open_round(db, now) is None:
                 carry_out_replacement(now)
-        # Again, because a cleanup may have taken them for unneeded before the records named them.
+        # Again: before the records named the files, a cleanup may have removed them.
         self._models.add_files(federation.id, manifest, graphs)
         return self._federations.get(name)
 
     def ensure_default(self, task: str, settings: FederationSettings) -> None:
-        """Create the federation ``default`` when there never was any: the first start."""
+        """Create the federation ``default`` at the first start, when no federation ever existed."""
         with self._store.reading() as db:
             deleted = select(DeletedFederation.id).where(DeletedFederation.deleted_at != NEVER)
             if db.scalar(select(Federation.id).limit(1)) or db.scalar(deleted.limit(1)):
@@ -176,10 +178,11 @@ class Publisher:
         self.create(CreateFederation(name="default", task=task, settings=settings))
 
     def compare(self, name: str, wanted: CompareFederation) -> FederationInfo:
-        """Return the federation of this name if ``wanted`` would make the same one: method, model and settings.
+        """Return the federation of this name if ``wanted`` has the same method, model and settings as at its
+        publication.
 
-        Those at its publication count: later changes of an operator are no difference, nor are the initial weights.
-        Raises NotFound, DifferentFederation, BadContent."""
+        Later changes by an operator and initial weights do not count. Raises NotFound, DifferentFederation, BadContent.
+        """
         with self._store.reading() as db:
             federation = find(db, name)
             model = wanted.model_digest or _built_in(wanted.task).manifest.model_digest
@@ -187,7 +190,8 @@ class Publisher:
                 chosen(wanted.settings, self._models.manifest(federation), classes=not wanted.model_digest)
             )
             published = federation.published or {"settings": federation.settings, "model_digest": None}
-            asked, has = _flat(settings.model_dump(mode="json")), _flat(published["settings"])
+            asked = _flat(settings.model_dump(mode="json"))
+            has = _flat(published["settings"])
             differences = [
                 f"{setting}: asked for {_shown(value)}, it has {_shown(has[setting])}"
                 for setting, value in asked.items()
@@ -197,13 +201,12 @@ class Publisher:
                 differences.append(f"task: asked for {wanted.task}, it has {federation.task}")
             elif published["model_digest"] not in (None, model):
                 differences.append(
-                    "model: its layers, their shapes, its frozen values, or what of it stays on devices are others "
-                    "than those asked for"
+                    "model: its layers, shapes, frozen values or values kept on devices differ from those asked for"
                 )
             if differences:
                 raise DifferentFederation(
-                    f"a federation {name!r} exists and is another: {'; '.join(differences)}. Choose another name, ask "
-                    f"for what it has, or delete it first (sparrow federation delete {name})"
+                    f"a different federation {name!r} exists: {'; '.join(differences)}. Choose another name, use its "
+                    f"settings and model, or delete it first (sparrow federation delete {name})"
                 )
             return self._federations.describe(db, federation)
 
@@ -217,24 +220,28 @@ class Publisher:
     ) -> FederationInfo:
         """Check and store a federation.
 
-        published: the tensors that were sent, in so many bytes with all that came with them; None for a built-in task,
-        which has nothing that could be hostile."""
+        published: the received tensors; None for a built-in task, which is trusted. published_bytes: size of the
+        publication.
+        """
         settings = completed(chosen(request.settings, manifest, classes=published is None))
         published_as = {"settings": settings.model_dump(mode="json"), "model_digest": manifest.model_digest}
         method = _check_model(settings.method, manifest)
-        original, signed = manifest, None
+        original = manifest
+        signed = None
         with callers_data():
             if published is not None:
                 manifest.check_tensors(published, what="the published weights", which="published")
             own = PublishedModel(manifest, published_files, published or {})
             composed = _composed(method, own, settings, built_in=published is None)
-            manifest, published_files = method.manifest(composed.manifest, settings), composed.files
+            manifest = method.manifest(composed.manifest, settings)
+            published_files = composed.files
             check_settings(method, manifest, settings)
             _check_graphs(published_files, manifest, built_in=published is None)
             _check_frozen(published_files.get("frozen"), manifest)
             if published is not None and manifest.first:
                 first = values.pack(manifest, "first", composed.tensors)
-                manifest, published_files = manifest.with_values("first", first), {**published_files, "first": first}
+                manifest = manifest.with_values("first", first)
+                published_files = {**published_files, "first": first}
             situation = Situation(manifest, settings)
             model = method.start(initial_values(manifest, settings.seed, composed.tensors), situation)
             if request.publication is not None:
@@ -247,13 +254,14 @@ class Publisher:
             if text:
                 log.warning("%s: %s", request.name, text)
         federation_id = self._reserve_id(request.name)
-        # Blobs first, outside of any transaction: a federation that can be seen has its model on disk.
+        # Blobs first, outside any transaction: a visible federation has its model on disk.
         files = self._models.files(federation_id, 0, model)
         try:
             self._models.add_files(federation_id, manifest, published_files)
             self._models.write(federation_id, files)
         except Unavailable:
-            with contextlib.suppress(Unavailable):  # then the next start removes what was written
+            # If this fails as well, the next start removes the blobs.
+            with contextlib.suppress(Unavailable):
                 clear_deleted(self._store, federation_id)
             raise
         manifest_json = manifest.model_dump_json()
@@ -288,9 +296,10 @@ class Publisher:
         return self._federations.get(request.name)
 
     def _reserve_id(self, name: str) -> int:
-        """Return the id of a federation that is about to be created, under which its blobs may be written.
+        """Return the id of a new federation, under which its blobs may be written. Raises NameTaken.
 
-        Until it is, the records have it as deleted before it began: killed, it leaves nothing. Raises NameTaken."""
+        Until it is created, the records list it as deleted, so that a killed process leaves no blobs behind.
+        """
         with self._store.writing() as db:
             _check_free(db, name)
             federation_id = _next_id(db)
@@ -299,7 +308,7 @@ class Publisher:
 
 
 def _taken(tensors: Tensors, name: str) -> bytes:
-    """Take the bytes of ``sparrow.NAME`` out of a checkpoint. Raises BadContent where it has none."""
+    """Pop the bytes of ``sparrow.NAME`` from a checkpoint. Raises BadContent if it has none."""
     try:
         return tensors.pop(f"sparrow.{name}").tobytes()
     except KeyError as missing:
@@ -307,14 +316,14 @@ def _taken(tensors: Tensors, name: str) -> bytes:
 
 
 def _take_publication(tensors: Tensors) -> Publication | None:
-    """Take the publication out of a checkpoint; None if it has none. Raises BadContent."""
+    """Pop the publication from a checkpoint, or return None. Raises BadContent."""
     if "sparrow.publication" not in tensors:
         return None
     return Publication.model_validate_json(_taken(tensors, "publication"))
 
 
 def _take_manifest(tensors: Tensors) -> Manifest:
-    """Take the manifest out of a checkpoint. Raises BadContent, TooLarge."""
+    """Pop the manifest from a checkpoint. Raises BadContent, TooLarge."""
     text = _taken(tensors, "manifest")
     if len(text) > MAX_MANIFEST:
         raise TooLarge(f"the manifest has {len(text):,} bytes, at most {MAX_MANIFEST:,} are accepted")
@@ -322,20 +331,22 @@ def _take_manifest(tensors: Tensors) -> Manifest:
 
 
 def _difference(has: Manifest, new: Manifest, *, masked: bool) -> str | None:
-    """Return the first of what a federation keeps of a model that a new version has otherwise; None for nothing.
+    """Return the first difference between the federation's model and a new version, or None.
 
-    masked: whether the model has a mask of single weights."""
+    masked: whether the model has a mask of single weights.
+    """
     for field in ("task", "input_shape", "output_shape"):
         if getattr(has, field) != getattr(new, field):
             return f"{field}: the new version has {getattr(new, field)}, the federation {getattr(has, field)}"
     if has.frozen_sha256 != new.frozen_sha256:
-        return "what nobody trains of the model has other values in the new version"
+        return "the frozen values differ in the new version"
     old, given = ({spec.name: spec for spec in each.tensors} for each in (has, new))
     for name in {**old, **given}:
         if name not in old or name not in given:
             return f"{name}: only {'the new version' if name in given else 'the federation'} has this tensor"
         for field in ("shape", "dtype", "policy", "trainable"):
-            one, other = getattr(old[name], field), getattr(given[name], field)
+            one = getattr(old[name], field)
+            other = getattr(given[name], field)
             if one != other:
                 return f"{name}: has {field} {other} in the new version, {one} in the federation"
     for field in ("kind", "names", "spare"):
@@ -343,30 +354,31 @@ def _difference(has: Manifest, new: Manifest, *, masked: bool) -> str | None:
         if one != other:
             return f"targets: the new version has {field} {other}, the federation {one}"
     if has.tensors_digest != new.tensors_digest:
-        return "the tensors agree, but not their order, neurons, blocks or other names (tied weights)"
+        return "the tensors agree, but their order, neurons, blocks or further names (tied weights) differ"
     if masked and has.maskable != new.maskable:
-        return "the tensors agree, but the method prunes others of them, for they are used in other layers"
+        return "the tensors agree, but their layers differ, so the method would prune other tensors"
     return None
 
 
 def _check_frozen(file: bytes | None, manifest: Manifest) -> None:
-    """Raise BadContent unless this is the file of frozen values that the manifest names, all of them finite."""
+    """Raise BadContent unless this is the manifest's file of frozen values, all of them finite."""
     if not manifest.frozen:
         return
     if file is None:
         raise BadContent(
-            "frozen_sha256: the manifest has frozen tensors, and names no file; publish with sparrow publish"
+            "frozen_sha256: the manifest has frozen tensors but names no file; publish with sparrow publish"
         )
     for name, tensor in values.unpack(manifest, "frozen", file).items():
         if not np.isfinite(tensor).all():
-            raise BadContent(f"{name}: a frozen value is not finite; publish a sound model")
+            raise BadContent(f"{name}: a frozen value is not finite; publish a model with finite values")
 
 
 def _composed(
     method: CoordinatorMethod, published: PublishedModel, settings: FederationSettings, *, built_in: bool = False
 ) -> PublishedModel:
-    """Return the federation's model. Raises BadContent, SkeletonError and GraphError for a published one that is none,
-    or cannot be taken."""
+    """Return the method's version of a published model. Raises BadContent, SkeletonError, GraphError for an invalid
+    one.
+    """
     if method.compose is None:
         return published
     _check_graphs(published.files, published.manifest, built_in=built_in)
@@ -374,10 +386,10 @@ def _composed(
 
 
 def _check_graphs(graphs: Mapping[FileName, bytes], manifest: Manifest, *, built_in: bool = False) -> None:
-    """Raise BadContent unless these are the graphs that the manifest names, the skeleton among them; TooLarge.
+    """Raise BadContent or TooLarge unless these are the manifest's graphs, including the skeleton.
 
-    built_in: whether the graphs are our own, and need not be read; else SkeletonError for a skeleton that is not the
-    model's, and GraphError for a training step or an evaluation that devices would refuse.
+    built_in: whether the graphs are trusted. Otherwise raises SkeletonError for a skeleton that does not match the
+    model, and GraphError for graphs that devices would refuse.
     """
     if manifest.skeleton_sha256 is None:
         raise BadContent("skeleton_sha256: the manifest names no skeleton; publish with sparrow publish")
@@ -387,16 +399,17 @@ def _check_graphs(graphs: Mapping[FileName, bytes], manifest: Manifest, *, built
         if hashlib.sha256(graphs[graph]).hexdigest() != digest:
             raise BadContent(f"{graph}_sha256 of the manifest is not that of the {graph} sent; publish both together")
     if not built_in:
-        from sparrow.graphs.skeleton import check_skeleton  # onnx: 7 MB, which built-in tasks do without
+        # Built-in tasks do not need onnx, which takes 7 MB.
+        from sparrow.graphs.skeleton import check_skeleton
 
         check_skeleton(graphs["skeleton"], manifest)
         if manifest.preparation is not None:
-            from sparrow.export.preparation import check_preparation  # onnx, as above
+            from sparrow.export.preparation import check_preparation
 
             check_preparation(graphs["preparation"], manifest)
         if "step" in manifest.graphs:
             from sparrow.graphs import Graphs
-            from sparrow.graphs.checking import check_graphs  # the devices' own check; onnx, as above
+            from sparrow.graphs.checking import check_graphs
 
             check_graphs(Graphs(graphs["step"], graphs["evaluation"]), manifest)
 
@@ -406,7 +419,7 @@ def _built_in(name: str | None) -> BuiltinTask:
     if name not in builtin_tasks():
         raise NoSuchTask(
             f"task: {name!r} is not built in{nearest(str(name), builtin_tasks())}; choose one of "
-            f"{', '.join(builtin_tasks())}, or publish a model of your own with sparrow publish"
+            f"{', '.join(builtin_tasks())}, or publish your own model with sparrow publish"
         )
     return load_builtin(name)
 
@@ -414,19 +427,20 @@ def _built_in(name: str | None) -> BuiltinTask:
 def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:
     """Return the method.
 
-    Raises BadContent for a manifest without the coupling that it needs, and for statistics that are to stay on devices
-    which keep nothing between rounds."""
+    Raises BadContent if the manifest lacks the coupling that it needs, or keeps statistics on devices and the method
+    does not keep personal models.
+    """
     method = load_method(name)
     if method.active is not None and not manifest.coupling:
         raise BadContent(
-            f"{name} trains some neurons of each layer, and this manifest does not say which neurons feed which "
-            f"weights; publish the model again, for this method"
+            f"{name} trains some neurons of each layer, but this manifest has no coupling of neurons and weights; "
+            f"publish the model again, for this method"
         )
     stays = [spec for spec in manifest.tensors if spec.policy == "personal" and spec.dtype == "float32" and spec.shape]
     if stays and not method.personal_models:
         raise BadContent(
-            f"{stays[0].name}: {name} keeps no model on a device from round to round, so this cannot stay there; "
-            f"publish with --running-statistics shared, or register a buffer that never changes with persistent=False"
+            f"{stays[0].name}: {name} keeps no personal model on devices, so this tensor cannot stay there; publish "
+            f"with --running-statistics shared, or register a constant buffer with persistent=False"
         )
     return method
 
@@ -434,18 +448,18 @@ def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:
 def _check_free(db: Session, name: str) -> None:
     if db.scalar(select(Federation.id).where(Federation.name == name)) is not None:
         raise NameTaken(
-            f"a federation called {name!r} exists; choose another name (sparrow publish --exist-ok uses the one that "
-            f"there is, where it is the same)"
+            f"a federation called {name!r} exists; choose another name, or use sparrow publish --exist-ok if it is the "
+            f"same"
         )
 
 
 def _next_id(db: Session) -> int:
-    """Return the id of the next federation; no id is used twice, since a deleted one may have left blobs."""
+    """Return the next federation id. Ids are never reused, since a deleted federation may have left blobs."""
     return 1 + max(db.scalar(select(func.max(table.id))) or 0 for table in (Federation, DeletedFederation))
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings, the method's own ones among the others."""
+    """Return the settings with the method's own settings as ``method_settings.NAME``."""
     own = {f"method_settings.{name}": value for name, value in settings["method_settings"].items()}
     return {**{name: value for name, value in settings.items() if name != "method_settings"}, **own}
 

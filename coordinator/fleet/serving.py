@@ -1,4 +1,4 @@
-"""The models of federations, as users and devices fetch them by name."""
+"""Models of federations as users and devices download them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from .federations import find
 
 
 class ServedModels:
-    """The manifest, the graphs and the global models of every federation."""
+    """Manifests, graphs and global models by federation name."""
 
     def __init__(self, store: Store, models: Models) -> None:
         self._store = store
         self._models = models
 
     def models(self, name: str) -> list[ModelInfo]:
-        """Return the global models that are kept, oldest first. Raises NotFound."""
+        """Return the kept global models, oldest first. Raises NotFound."""
         with self._store.reading() as db:
             return rollback.list_models(db, find(db, name), self._models)
 
@@ -56,19 +56,19 @@ class ServedModels:
             return publications.read(db, find(db, name))
 
     def graph(self, name: str, graph: GraphName) -> bytes:
-        """Return an ONNX graph of the federation's model. Raises NotFound for one that was not published."""
+        """Return an ONNX graph of the federation's model. Raises NotFound if it was not published."""
         with self._store.reading() as db:
             return self._models.graph(find(db, name), graph)
 
     def model(self, name: str, version: int | None = None) -> bytes:
-        """Return the newest global model, or one that is kept, as a checkpoint. Raises NoGlobalModel, NotFound."""
+        """Return the newest or another kept global model as a checkpoint. Raises NoGlobalModel, NotFound."""
         with self._store.reading() as db:
             federation = find(db, name)
             kept = self._models.kept(db, federation)
         self._check_usable(federation)
         if version is not None and version not in kept:
             raise NotFound(
-                f"model {version} of {name} is not kept; GET /v1/federations/{name}/models lists those that are"
+                f"model {version} of {name} is not kept; GET /v1/federations/{name}/models lists the kept ones"
             )
         number = federation.model_version if version is None else version
         if not self._models.manifest(federation).frozen:
@@ -79,7 +79,7 @@ class ServedModels:
         )
 
     def values(self, name: str, which: Values) -> bytes:
-        """Return a file of values beside the manifest. Raises NotFound where the model has none."""
+        """Return a file of values beside the manifest. Raises NotFound if the model has none."""
         with self._store.reading() as db:
             return self._models.values(find(db, name), which)
 
@@ -91,14 +91,17 @@ class ServedModels:
         return self._models.packed(federation, federation.model_version, "onnx", lambda: self._fill(federation))
 
     def evaluate(self, name: str, body: bytes, *, seconds: float, stop: threading.Event) -> Evaluation:
-        """Return the evaluation of the global model on test data. seconds, stop: when it is ended.
+        """Return the evaluation of the global model on test data, within ``seconds`` and until ``stop``.
 
-        Raises NoGlobalModel, BadContent, Unavailable."""
-        manifest, skeleton = self.manifest(name), self.graph(name, "skeleton")
+        Raises NoGlobalModel, BadContent, Unavailable.
+        """
+        manifest = self.manifest(name)
+        skeleton = self.graph(name, "skeleton")
         return judging.evaluate(self.model_onnx(name), skeleton, manifest, body, seconds=seconds, stop=stop)
 
     def _fill(self, federation: Federation) -> bytes:
-        from sparrow.export.preparation import compose_bytes  # onnx, as above
+        # Both need onnx, which takes 7 MB.
+        from sparrow.export.preparation import compose_bytes
         from sparrow.graphs.skeleton import fill
 
         tensors = self._models.whole(federation, federation.model_version)

@@ -1,8 +1,8 @@
-"""Sessions of people who sign in to the pages: a browser keeps a random id, and never the token.
+"""Sessions of users who sign in to the pages: the browser keeps a random id instead of the token.
 
-The records have the SHA-256 of the id and the token that it stands for, so that every process on one database knows it.
-A session ends after ``SESSION_SECONDS``, when its user signs out, and with its token: if that is revoked, has expired,
-or, as one of the settings, was changed. A look-up is remembered for ``REMEMBER_SECONDS``, like that of a token.
+The records have the id's SHA-256 and its token, so every process on the database knows the session. It ends after
+``SESSION_SECONDS``, at sign-out, and when its token is revoked, expires or, in the settings, is changed. Look-ups are
+cached for ``REMEMBER_SECONDS``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .access import Holder, Remembered, Tokens, digest_of, new_secret, valid_hol
 SESSION_SECONDS = 12 * 3600.0
 
 MOST_SESSIONS = 100
-"""Sessions of one token at a time; the next one ends the oldest of this token."""
+"""Sessions per token; a further one ends the oldest."""
 
-OVER = "you are signed out: the session is over, or its token is not valid any more; sign in again"
+OVER = "you are signed out: the session has ended or its token is no longer valid; sign in again"
 
 
 class Sessions:
-    """Every browser that has signed in."""
+    """All browser sessions."""
 
     def __init__(self, store: Store, clock: Callable[[], float], tokens: Tokens) -> None:
         self._store = store
@@ -39,12 +39,12 @@ class Sessions:
     def begin(self, token: str, former: str | None = None) -> str:
         """Return the id of a new session for this token. Raises NotAuthenticated.
 
-        former: the id of the session that the browser had; it ends. Expired sessions of all tokens are deleted.
+        former: id of the browser's previous session, which ends. Expired sessions of all tokens are deleted.
         """
         holder = self._tokens.find(token)
         now = self._clock()
         if holder is None:
-            raise NotAuthenticated("this token is not valid; ask whoever runs this coordinator for another")
+            raise NotAuthenticated("this token is not valid; ask the coordinator's operator for another")
         made = new_secret("session")
         with self._store.writing() as db:
             db.execute(delete(BrowserSession).where(BrowserSession.expires_at <= now))
@@ -73,17 +73,17 @@ class Sessions:
         return made
 
     def end(self, session_id: str) -> None:
-        """Delete a session: its user signs out."""
+        """Delete a session at sign-out."""
         with self._store.writing() as db:
             _delete(db, session_id)
         self._remembered.forget(digest_of(session_id))
 
     def known_holder(self, session_id: str) -> Holder | None:
-        """Return the holder of a session's token if it was looked up a moment ago, without reading the records."""
+        """Return the cached holder of a session's token, without a query."""
         return self._remembered.get(digest_of(session_id))
 
     def find(self, session_id: str) -> Holder:
-        """Return the holder of a session's token, which expires with the session. Raises NotAuthenticated."""
+        """Return the holder of a session's token, limited to the session's lifetime. Raises NotAuthenticated."""
         digest = digest_of(session_id)
         now = self._clock()
         with self._store.reading() as db:

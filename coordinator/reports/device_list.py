@@ -1,4 +1,4 @@
-"""Device lists of a federation, in pages: what each device is doing, or why it does not train."""
+"""Pages of a federation's devices, with the activity of each or the reason why it does not train."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Order = Literal[
     "-name", "-budget", "-seen", "-stopped", "-board", "-doing", "-accuracy", "-seconds",
 ]
 # fmt: on
-"""The orders of a list of devices; with a minus, the largest or latest first. Those without a value come last."""
+"""Orders of a device list; a minus means descending. Devices without a value come last."""
 
 _COLUMNS: dict[str, Any] = {
     "name": Device.sort_name,
@@ -61,7 +61,7 @@ _BY_NAME = (Device.sort_name, Device.name, Device.id)
 
 @dataclass(frozen=True)
 class DeviceQuery:
-    """A selection of a federation's devices. search: part of the name or board, in any case. device: a whole name."""
+    """A selection of devices. search: part of the name or board, ignoring case. device: an exact name."""
 
     search: str = ""
     device: str | None = None
@@ -72,7 +72,7 @@ class DeviceQuery:
 
 
 class DeviceLists:
-    """The devices of every federation. quiet: how long, s, a device that waits for work may not be heard of."""
+    """Device lists of all federations. quiet: longest silence, s, of a device that waits for work."""
 
     def __init__(self, store: Store, clock: Callable[[], float], quiet: Callable[[], float] = lambda: 0.0) -> None:
         self._store = store
@@ -80,15 +80,15 @@ class DeviceLists:
         self._quiet = quiet
 
     def list(self, federation_name: str, query: DeviceQuery | None = None) -> tuple[list[DeviceInfo], int]:
-        """Return the selected devices, and the number of those on all pages. Raises NotFound."""
+        """Return one page of the selected devices, and their total number. Raises NotFound."""
         query = query or DeviceQuery()
         with self._store.reading() as db:
             federation = find(db, federation_name)
             doing = self._doing(federation)
             those = [Device.federation_id == federation.id]
             if query.search:
-                where = (Device.name, Device.profile["board"].as_string())
-                those.append(or_(*(text.icontains(query.search, autoescape=True) for text in where)))
+                texts = (Device.name, Device.profile["board"].as_string())
+                those.append(or_(*(text.icontains(query.search, autoescape=True) for text in texts)))
             if query.device is not None:
                 those.append(Device.name == query.device)
             if query.doing is not None:
@@ -104,20 +104,20 @@ class DeviceLists:
                 .limit(query.limit)
                 .options(undefer(Device.profile))
             )
-            return [_info(device, Doing(what)) for device, what in db.execute(page)], total
+            return [_info(device, Doing(activity)) for device, activity in db.execute(page)], total
 
     def states(self, federation_name: str, most: int) -> DeviceStates:
-        """Return what each of the first ``most`` devices is doing, in natural order of their names. Raises NotFound."""
+        """Return the activities of the first ``most`` devices, in natural order of their names. Raises NotFound."""
         with self._store.reading() as db:
             federation = find(db, federation_name)
             there = (Device.federation_id == federation.id, Device.status != "revoked")
             each = select(Device.name, self._doing(federation)).where(*there).order_by(*_BY_NAME).limit(most)
-            found = [(name, Doing(what)) for name, what in db.execute(each)]
+            found = [(name, Doing(activity)) for name, activity in db.execute(each)]
             total = len(found) if len(found) < most else db.scalar(select(func.count()).where(*there)) or 0
         return DeviceStates(names=tuple(row[0] for row in found), doing=tuple(row[1] for row in found), total=total)
 
     def history(self, device_id: str, most: int) -> DeviceHistory:
-        """Return a device, and the last ``most`` pieces of its work, the newest first. Raises NotFound."""
+        """Return a device and its last ``most`` pieces of work, newest first. Raises NotFound."""
         with self._store.reading() as db:
             device = db.get(Device, device_id, options=[undefer(Device.profile)])
             if device is None:
@@ -134,7 +134,7 @@ class DeviceLists:
             return DeviceHistory(device=_info(device, Doing(doing)), federation=federation.name, work=work)
 
     def count_doing(self, db: Session, federation: Federation) -> dict[Doing, tuple[int, float]]:
-        """Return for each ``Doing`` the number of a federation's devices, and when the first of them was last seen."""
+        """Return, per activity, the number of devices and the earliest time at which one was last seen."""
         doing = self._doing(federation).label("doing")
         each = select(doing, Device.seen_at).where(Device.federation_id == federation.id).subquery()
         rows = db.execute(select(each.c.doing, func.count(), func.min(each.c.seen_at)).group_by(each.c.doing))
@@ -146,8 +146,7 @@ class DeviceLists:
 
 
 def doing_of(federation: Federation, now: float, heard_before: float) -> ColumnElement[str]:
-    """Return SQL for what each device is doing, or why it does not train: a value of ``Doing``. heard_before: who was
-    last heard of before then is offline."""
+    """Return SQL for each device's ``Doing`` value. heard_before: a device not heard of since is offline."""
     ended = federation.status in (FederationStatus.finished.value, FederationStatus.stopped.value)
     given = select(Assignment.device_id).where(Assignment.federation_id == federation.id)
     asked = given.where(Assignment.status == "open")
@@ -158,11 +157,12 @@ def doing_of(federation: Federation, now: float, heard_before: float) -> ColumnE
         Assignment.return_reason.not_in([reason.value for reason in PauseReason]),
     )
     untrained = and_(Device.id.not_in(asked), Device.id.in_(failed), Device.id.not_in(trained))
+    after_the_end = [(untrained, Doing.untrained.value), (Device.id.not_in(asked), Doing.done.value)] if ended else []
     return case(
         (Device.status == "revoked", Doing.revoked.value),
         (Device.status == "stopped", Doing.stopped.value),
         (Device.id.in_(asked.where(Assignment.kind.in_((*COHORT_KINDS, *PHASES)))), Doing.training.value),
-        *([(untrained, Doing.untrained.value), (Device.id.not_in(asked), Doing.done.value)] if ended else []),
+        *after_the_end,
         (Device.paused.is_not(None), Doing.paused.value),
         (Device.present.is_(False), Doing.away.value),
         (and_(Device.seen_at < heard_before, Device.hosted.is_(False)), Doing.offline.value),
@@ -216,8 +216,10 @@ def _work(assignment: Assignment) -> DeviceRound:
             "accuracy": receipt.personal and receipt.personal.accuracy,
             "accuracy_global": receipt.global_model and receipt.global_model.accuracy,
         }
-    if (told := report or receipt) is not None:
-        phases = [told.telemetry.download, told.telemetry.train, *([upload] if upload else [])]
+    if (reported := report or receipt) is not None:
+        phases = [reported.telemetry.download, reported.telemetry.train]
+        if upload:
+            phases.append(upload)
         joules = [phase.joules for phase in phases if phase.joules is not None]
         found |= {
             "seconds": sum(phase.seconds for phase in phases),
@@ -239,5 +241,5 @@ Word = TypeVar("Word", bound=Enum)
 
 
 def _word(kind: type[Word], stored: str | None) -> Word | None:
-    """Return a stored word; None where there is none, or this version does not know it."""
+    """Return a stored enum value, or None if there is none or this version does not know it."""
     return next((word for word in kind if word.value == stored), None)

@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: counted as they happen, or read from the records in a few bounded queries.
+"""Prometheus metrics: counters of this process, and values from the records in a bounded number of queries.
 
-No label is per device: there may be many. Counters begin anew when the process does, as Prometheus expects.
+No label is per device. Counters restart with the process, as Prometheus expects.
 """
 
 from __future__ import annotations
@@ -39,50 +39,53 @@ STATUSES = ("active", "stopped", "revoked")
 
 
 class Metrics:
-    """The counters and histograms of one coordinator, in a registry of its own."""
+    """Counters and histograms of one coordinator, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         for kind in (ProcessCollector, PlatformCollector, GCCollector):
             kind(registry=self.registry)
-        counter, histogram = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
         self.requests = histogram(
             "sparrow_http_request_duration_seconds",
-            "Calls by route, from the first byte to the end of the answer; long polls wait in it",
+            "Calls by route, from the first byte to the end of the answer, including the waiting of long polls",
             ["method", "route", "status"],
             buckets=SECONDS,
         )
-        self.accepted = counter("sparrow_updates_accepted", "Updates acknowledged, new ones only", ["federation"])
+        self.accepted = counter(
+            "sparrow_updates_accepted", "New updates acknowledged, without duplicates", ["federation"]
+        )
         self.refused = counter("sparrow_updates_refused", "Updates refused, by reason", ["federation", "reason"])
         self.left_out = counter(
-            "sparrow_updates_left_out", "Updates acknowledged, but left out of the model", ["federation"]
+            "sparrow_updates_left_out", "Acknowledged updates left out of the model", ["federation"]
         )
         self.traffic = counter(
             "sparrow_transferred_bytes",
-            "Bodies of updates accepted and of payloads sent",
+            "Bodies of accepted updates and sent payloads",
             ["federation", "direction"],
         )
         self.rounds = histogram(
             "sparrow_round_duration_seconds",
-            "Closed rounds, from opening to closing",
+            "Durations of closed rounds, from opening to closing",
             ["federation"],
             buckets=ROUND_SECONDS,
         )
         self.commits = histogram(
-            "sparrow_database_commit_duration_seconds", "Commits of transactions that write", buckets=SECONDS
+            "sparrow_database_commit_duration_seconds", "Commits of write transactions", buckets=SECONDS
         )
         self.blobs = histogram(
-            "sparrow_blob_write_duration_seconds", "Models and updates written durably", buckets=SECONDS
+            "sparrow_blob_write_duration_seconds", "Durable writes of models and updates", buckets=SECONDS
         )
 
     def measure(self, store: Store) -> None:
-        """Time what this store writes from now on."""
+        """Time this store's commits and blob writes from now on."""
         store.on_commit = self.commits.observe
         timed: Any = _TimedBlobs(store.blobs, self.blobs)
         store.blobs = timed
 
     def observe_rounds(self, still_seconds: Callable[[], float], moves: Callable[[], bool]) -> None:
-        """Read, at every look, how long the thread of the rounds has not moved, and whether it moves rounds here."""
+        """Report the state of the rounds thread: time without progress, and whether it advances rounds."""
         still = Gauge(
             "sparrow_rounds_thread_still_seconds",
             "Time since the thread of the rounds last finished a step, update or file",
@@ -91,21 +94,22 @@ class Metrics:
         still.set_function(still_seconds)
         holder = Gauge(
             "sparrow_moves_rounds",
-            "1 in the process that opens and closes rounds, 0 in others of the same coordinator",
+            "1 in the process that opens and closes rounds, 0 in other processes of the coordinator",
             registry=self.registry,
         )
         holder.set_function(lambda: float(moves()))
 
     def observe_records(self, store: Store) -> None:
-        """Read the other metrics from its records, at every look."""
+        """Report the metrics that come from a store's records."""
         self.registry.register(_Records(store))
 
 
 class _TimedBlobs:
-    """A blob store whose writes are timed."""
+    """Blob store with timed writes."""
 
     def __init__(self, blobs: Any, seconds: Histogram) -> None:
-        self._blobs, self._seconds = blobs, seconds
+        self._blobs = blobs
+        self._seconds = seconds
 
     def put(self, key: str, data: bytes) -> None:
         with self._seconds.time():
@@ -124,29 +128,31 @@ class _TimedBlobs:
 
 
 class _Records(Collector):
-    """The state of all federations, from three queries and two for each; none grows with the number of rounds."""
+    """State of all federations, from three queries plus two per federation, independent of the number of rounds."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def describe(self) -> Iterable[Metric]:
-        return []  # else registering would read the records
+        # Without this method, registering would read the records.
+        return []
 
     def collect(self) -> Iterable[Metric]:
         try:
             return self._collect()
-        except Unavailable:  # what the process itself counts tells why
+        except Unavailable:
+            # Other metrics of the process show the cause.
             return []
 
     def _collect(self) -> Iterable[Metric]:
         label = ["federation"]
         rounds = CounterMetricFamily("sparrow_rounds_closed", "Closed rounds", labels=label)
         devices = GaugeMetricFamily("sparrow_devices", "Devices by status", labels=["federation", "status"])
-        waiting = GaugeMetricFamily("sparrow_open_assignments", "Assignments waited for", labels=["federation", "kind"])
+        waiting = GaugeMetricFamily("sparrow_open_assignments", "Open assignments", labels=["federation", "kind"])
         accuracy = GaugeMetricFamily("sparrow_accuracy_ratio", "Latest mean accuracy", labels=["federation", "model"])
         privacy = GaugeMetricFamily(
             "sparrow_privacy_epsilon",
-            "Differential privacy's epsilon of the global models",
+            "Epsilon of the global models' differential privacy",
             labels=["federation", "delta"],
         )
         with self._store.reading() as db:
@@ -155,7 +161,7 @@ class _Records(Collector):
             counts = {
                 (row[0], row[1]): row[2] for row in db.execute(select(*by_status, func.count()).group_by(*by_status))
             }
-            # The status as written in the index: SQLite uses a partial one for nothing else.
+            # A literal, because SQLite uses a partial index only for the expression in its definition.
             opened = db.execute(
                 select(Assignment.federation_id, Assignment.kind, func.count())
                 .where(Assignment.status == literal_column("'open'"))
@@ -169,7 +175,8 @@ class _Records(Collector):
                     devices.add_metric([federation.name, status], counts.get((federation.id, status), 0))
                 try:
                     settings = settings_of(federation)
-                except Unreadable:  # the list of federations has it in the log
+                except Unreadable:
+                    # The list of federations logs it.
                     continue
                 for model, value in _accuracies(db, federation, settings).items():
                     accuracy.add_metric([federation.name, model], value)
@@ -180,7 +187,7 @@ class _Records(Collector):
 
 
 def _privacy(db: Session, federation: Federation, settings: FederationSettings) -> PrivacySpent | None:
-    """Return the differential privacy in the record of the last round, if the federation promises it."""
+    """Return the differential privacy spent until the last round, if the federation promises it."""
     if settings.noise_multiplier is None:
         return None
     last = select(Round.notes).where(Round.federation_id == federation.id, Round.number == federation.round)
@@ -189,9 +196,9 @@ def _privacy(db: Session, federation: Federation, settings: FederationSettings) 
 
 
 def _accuracies(db: Session, federation: Federation, settings: FederationSettings) -> dict[str, float]:
-    """Return the mean accuracy of each model over the devices that evaluated it last: ``personal``, ``global``.
+    """Return the mean ``personal`` and ``global`` accuracy of the last evaluation.
 
-    Only the rounds that were judged last are looked at, and the database does the sums.
+    The database computes the means, over the last evaluated rounds only.
     """
     interval = settings.evaluation_interval or federation.round or 1
     last = federation.round - federation.round % interval
@@ -215,7 +222,7 @@ def _accuracies(db: Session, federation: Federation, settings: FederationSetting
 
 @contextmanager
 def counted_refusals(refused: Counter, federation: str) -> Iterator[None]:
-    """Count the errors within, by their class."""
+    """Context manager: count errors by their class."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The work that a coordinator waits for."""
+"""Open assignments of federations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .summary import iso
 
 
 class OpenAssignments:
-    """The open assignments of every federation."""
+    """Open assignments of all federations."""
 
     def __init__(self, store: Store, clock: Callable[[], float], last_seen: LastSeen) -> None:
         self._store = store
@@ -37,11 +37,16 @@ class OpenAssignments:
         )
 
     def awaited(self, db: Session, *those: ColumnElement[bool], most: int | None = None) -> tuple[OpenAssignment, ...]:
-        """Return the first of those assignments that are open, oldest first."""
+        """Return the first ``most`` of the selected open assignments, oldest first."""
         rows = db.execute(
             select(
-                *(Assignment.id, Device.name, Assignment.kind, Assignment.round, Assignment.created_at),
-                *(Device.id, Device.seen_at),
+                Assignment.id,
+                Device.name,
+                Assignment.kind,
+                Assignment.round,
+                Assignment.created_at,
+                Device.id,
+                Device.seen_at,
             )
             .join(Device, Device.id == Assignment.device_id)
             .where(Assignment.status == "open", *those)

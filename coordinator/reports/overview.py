@@ -1,7 +1,7 @@
 """The overview of a federation for the page (``sparrow.protocol.overview``), from a bounded number of queries.
 
-Rounds are thinned here: beyond ``MOST_POINTS`` of them, two, four, eight and so on become one point. Their records stay
-in the database, which hands out only the few values that charts show.
+Beyond ``MOST_POINTS`` rounds, two, four, eight and so on are merged into one point. Only the values that charts show
+are read from the records.
 """
 
 from __future__ import annotations
@@ -34,28 +34,33 @@ MOST_POINTS = 240
 MOST_NAMES = 100
 MOST_AWAITED = 25
 LOOK_BACK = 8
-"""Closed rounds that are looked at again: what their uploads cost, and their last evaluations, come a little later."""
+"""Closed rounds that are read again, because upload costs and evaluations arrive after a round."""
 
 _SUMS = ("updates", "bytes_up", "bytes_down", "evaluation_bytes_up", "evaluation_bytes_down", "seconds")
 _LAST = (
-    *("accuracy_personal", "accuracy_personal_decile", "accuracy_global"),
-    *("loss_personal", "loss_global", "train_loss"),
-    *("device_seconds_median", "device_seconds_slowest"),
+    "accuracy_personal",
+    "accuracy_personal_decile",
+    "accuracy_global",
+    "loss_personal",
+    "loss_global",
+    "train_loss",
+    "device_seconds_median",
+    "device_seconds_slowest",
 )
 MOST_FAILURES = 5
-"""Devices whose failures are told with an overview; the list of devices has all."""
+"""Devices whose failures an overview lists; the device list has all."""
 WELL_BELOW = 0.03
-"""By so much less accuracy than the global model personal ones give cause for a warning."""
+"""Accuracy of personal models below the global one that causes a warning."""
 ENDED = ("finished", "stopped")
 RECENT = 10
-"""Rounds from which it is estimated how long the others will take."""
+"""Last rounds from which the remaining time is estimated."""
 _TRAINING = ("download", "train", "upload")
 _PHASES = (*_TRAINING, "evaluation")
 _JOULES = ("joules_measured", "joules_estimated")
 
 
 class Overviews:
-    """Looks at every federation, for the page."""
+    """Overviews of all federations."""
 
     def __init__(
         self,
@@ -78,13 +83,12 @@ class Overviews:
         self._clock = clock
 
     def newest(self) -> str | None:
-        """Return the name of the federation that was made last, None if there is none."""
+        """Return the name of the newest federation, or None."""
         with self._store.reading() as db:
             return db.scalar(select(Federation.name).order_by(Federation.id.desc()).limit(1))
 
     def look(self, name: str, since: int | None = None) -> Overview:
-        """Return the overview now; with ``since``, only the points from that round on, and of rounds shortly before it.
-        Raises NotFound."""
+        """Return the current overview; with ``since``, points from shortly before that round on. Raises NotFound."""
         federation_id = self._records.refresh(name)
         now = self._clock()
         with self._store.reading() as db:
@@ -96,6 +100,8 @@ class Overviews:
             doing = self._devices.count_doing(db, federation)
             evaluating, since_round = _evaluations(db, federation)
             rows = _rows(db, federation, first)
+            failures = () if info.status in ENDED else tuple(_failures(db, federation))
+            evaluated = [row for row in rows if not since_round or row["number"] < since_round]
             return Overview(
                 at=iso(now),
                 federation=info,
@@ -111,12 +117,7 @@ class Overviews:
                 evaluating_since=since_round,
                 doing={each: count for each, (count, _) in doing.items()},
                 smallest_budget=smallest_budget(federation),
-                notices=(
-                    *(_failures(db, federation) if info.status not in ENDED else ()),
-                    *self._notices(
-                        info, doing, [row for row in rows if not since_round or row["number"] < since_round]
-                    ),
-                ),
+                notices=(*failures, *self._notices(info, doing, evaluated)),
             )
 
     def _notices(
@@ -124,36 +125,37 @@ class Overviews:
     ) -> Iterable[Notice]:
         if Doing.offline in doing:
             count, since = doing[Doing.offline]
-            remedy = "Look whether they have power and a network, and start sparrow join on them again, or revoke them."
-            yield Notice(kind="offline", text=f"Devices that are offline: {count}", since=iso(since), remedy=remedy)
+            remedy = "Check their power and network, and run sparrow join on them again, or revoke them."
+            yield Notice(kind="offline", text=f"Offline devices: {count}", since=iso(since), remedy=remedy)
         if Doing.away in doing:
             count, since = doing[Doing.away]
-            text = f"Devices that missed a deadline, fell silent or left, and are not back: {count}"
-            remedy = "They take part again when they ask for work; a longer deadline_seconds helps slow ones."
+            text = f"Devices away after a missed deadline, silence or leaving: {count}"
+            remedy = "They take part again when they ask for work; a longer deadline_seconds helps slow devices."
             yield Notice(kind="lost", text=text, since=iso(since), remedy=remedy)
         judged = next((row for row in reversed(rows) if row["accuracy_personal"] is not None), None)
         if judged is not None and judged["accuracy_personal"] < (judged["accuracy_global"] or 0) - WELL_BELOW:
-            own, common = judged["accuracy_personal"], judged["accuracy_global"]
+            own = judged["accuracy_personal"]
+            common = judged["accuracy_global"]
             yield Notice(
                 kind="personal",
                 text=f"Personal models are well below the global one: {100 * own:.1f} % to {100 * common:.1f} % in "
                 f"round {judged['number']}",
-                remedy="Devices keep the better of both with personal_model=best; else train them longer "
+                remedy="Set personal_model=best, with which devices keep the better model, train longer "
                 "(local_epochs), or publish with another method.",
             )
         if info.warning:
             yield Notice(kind="method", text=info.warning)
         for reason, count in _counted(self._metrics.refused, info.name):
-            text = f"Updates refused since this process began: {count} ({reason})"
-            yield Notice(kind="refused", text=text, remedy="The coordinator's log names each with its device.")
+            text = f"Updates refused since the coordinator's start: {count} ({reason})"
+            yield Notice(kind="refused", text=text, remedy="The coordinator's log has the devices.")
         for _, count in _counted(self._metrics.left_out, info.name):
-            text = f"Updates left out of the model since this process began: {count}"
-            remedy = "Each round's record (left_out) names the devices and why; revoke those that you do not trust."
+            text = f"Updates left out of the model since the coordinator's start: {count}"
+            remedy = "Each round's record (left_out) has devices and reasons; revoke devices that you do not trust."
             yield Notice(kind="left_out", text=text, remedy=remedy)
 
 
 def span_of(rounds: int) -> int:
-    """Return how many rounds become one point, for so many rounds: a power of two."""
+    """Return the number of rounds per point, a power of two."""
     span = 1
     while span * MOST_POINTS < rounds:
         span *= 2
@@ -161,12 +163,12 @@ def span_of(rounds: int) -> int:
 
 
 def _start(number: int, span: int) -> int:
-    """Return the first round of the point that round ``number`` is in; rounds count from 1, preparing ones before."""
+    """Return the first round of a round's point. Rounds count from 1; preparing rounds come before."""
     return (number - 1) // span * span + 1
 
 
 def _rows(db: Session, federation: Federation, first: int | None) -> list[dict[str, Any]]:
-    """Return of each closed round its number and the values that ``_points`` adds up, None if it has none."""
+    """Return the number and the chart values of each closed round, None for missing values."""
     summary = Round.summary
     columns = [summary[name].as_float().label(name) for name in (*_SUMS, *_LAST)]
     columns += [summary[(phase, "seconds")].as_float().label(f"{phase}_seconds") for phase in _PHASES]
@@ -177,7 +179,8 @@ def _rows(db: Session, federation: Federation, first: int | None) -> list[dict[s
     rows = select(Round.number, *columns).where(
         Round.federation_id == federation.id,
         Round.status == "closed",
-        summary["round"].as_integer().is_not(None),  # one that closed a moment ago has no record yet
+        # A round that closed a moment ago has no record yet.
+        summary["round"].as_integer().is_not(None),
     )
     if first is not None:
         rows = rows.where(Round.number >= first)
@@ -185,7 +188,7 @@ def _rows(db: Session, federation: Federation, first: int | None) -> list[dict[s
 
 
 def _metrics(db: Session, federation: Federation) -> dict[str, dict[str, float]]:
-    """Return the metrics of the last round that was evaluated, by the overview's fields; none before the first."""
+    """Return the metrics of the last evaluated round by the overview's fields; empty before the first."""
     summary = Round.summary
     last = (
         select(summary)
@@ -232,7 +235,8 @@ def _open_round(db: Session, federation: Federation, assignments: OpenAssignment
     if current is None:
         return None
     its_own = Assignment.round == current.number
-    if settings_of(federation).buffer is not None:  # any device that trains may bring an update that counts here
+    # In a buffered federation the update of any training device may count in this round.
+    if settings_of(federation).buffer is not None:
         its_own = or_(Assignment.status == "open", UNCOUNTED, and_(its_own, Assignment.status != "done"))
     phase = current.secure["phase"] if current.secure else None
     kinds = COHORT_KINDS if phase is None else (phase,)
@@ -255,8 +259,9 @@ def _open_round(db: Session, federation: Federation, assignments: OpenAssignment
 
 
 def _failures(db: Session, federation: Federation) -> Iterable[Notice]:
-    """Yield some devices whose last work came to nothing, and why, those that were heard of last first."""
-    reason, at = Device.failure["reason"].as_string(), Device.failure["at"].as_float()
+    """Yield notices of failed devices, most recently seen first."""
+    reason = Device.failure["reason"].as_string()
+    at = Device.failure["at"].as_float()
     rows = db.execute(
         select(Device.name, reason, at, func.count().over())
         .where(Device.federation_id == federation.id, Device.status != "revoked", Device.failure.is_not(None))
@@ -267,23 +272,23 @@ def _failures(db: Session, federation: Federation) -> Iterable[Notice]:
         cause, remedy = _explained(why or "")
         yield Notice(kind="failed", text=f"{name}: {cause}", since=since and iso(since), remedy=remedy)
     if rows and (more := rows[0][3] - len(rows)) > 0:
-        yield Notice(kind="failed", text=f"Other devices whose last work came to nothing: {more}")
+        yield Notice(kind="failed", text=f"Other devices whose last work failed: {more}")
 
 
 _REMEDIES = {
     "out of memory": "Give it a smaller budget (sparrow join --budget) or smaller batches (batch_size).",
     "missed the deadline": "Give it more time (deadline_seconds), a smaller budget or fewer local_epochs.",
-    "fell silent": "Look whether it has power and a network.",
+    "fell silent": "Check its power and network.",
 }
 
 
 def _explained(reason: str) -> tuple[str, str | None]:
-    """Return the cause of a device's failure, and a remedy for the operator."""
+    """Return the cause of a device's failure and the operator's remedy."""
     if (known := explain(reason)) is not None:
         advice = known.advice
         return known.cause, f"{advice[0].upper()}{advice[1:]}." if advice else None
     remedies = (remedy for words, remedy in _REMEDIES.items() if words in reason)
-    return reason, next(remedies, "Its own log says more.")
+    return reason, next(remedies, "See the device's log.")
 
 
 def _began(db: Session, federation: Federation) -> str | None:
@@ -292,8 +297,7 @@ def _began(db: Session, federation: Federation) -> str | None:
 
 
 def _ends(info: FederationInfo, rows: Sequence[dict[str, Any]], now: float) -> str | None:
-    """Return when the last round will have closed, if the rest take as long as the last ones did; None if nothing
-    runs or no round has closed."""
+    """Return the estimated end of the last round, from the duration of recent ones; None if no estimate is possible."""
     recent = [row for row in rows if row["number"] >= 1 and row["closed_at"] is not None][-RECENT:]
     left = info.rounds - (recent[-1]["number"] if recent else 0)
     if info.status != "running" or info.waiting_for or not recent or left <= 0:
@@ -311,7 +315,8 @@ def _evaluations(db: Session, federation: Federation) -> tuple[int, int | None]:
 
 
 def _moved(db: Session, federation: Federation) -> int:
-    each = cast(Device.bytes_down + Device.bytes_up, Double)  # no sum of values from devices overflows
+    # Sums of values from devices could overflow an integer.
+    each = cast(Device.bytes_down + Device.bytes_up, Double)
     return int(db.scalar(select(func.coalesce(func.sum(each), 0.0)).where(Device.federation_id == federation.id)) or 0)
 
 
@@ -324,7 +329,7 @@ def _lines(db: Session) -> tuple[FederationLine, ...]:
 
 
 def _counted(counter: Counter, federation: str) -> list[tuple[str, int]]:
-    """Return the counts of this process for a federation, by the counter's other label."""
+    """Return this process's counts of a federation, with the counter's label ``reason``."""
     samples = next(iter(counter.collect())).samples
     mine = [each for each in samples if each.name.endswith("_total") and each.labels["federation"] == federation]
     return [(each.labels.get("reason", ""), int(each.value)) for each in mine if each.value]

@@ -1,8 +1,8 @@
-"""The record of each round, summed from the reports of its assignments.
+"""Records of rounds, summed from the reports of their assignments.
 
-A record is made when somebody looks, and remembered until another fact comes (an evaluation, the cost of an upload).
-What cannot be read of the facts is left out and named (``RoundRecord.unreadable``); it hides nothing else.
-Bytes, seconds and joules are sums over devices; joules that were measured and joules that were estimated stay apart.
+A record is made on request and stored until a new fact arrives (an evaluation, the cost of an upload). Unreadable facts
+are left out and listed in ``RoundRecord.unreadable``. Bytes, seconds and joules are sums over devices; measured and
+estimated joules are separate.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ..storage.tables import Assignment, Device, Round
 from .summary import summarise, upload_of
 
 RECORDS_AT_A_TIME = 10
-"""Records that are made, and then written, together: of a long training that nobody looked at there are many."""
+"""Records made and written in one transaction, of a possibly long training."""
 
 
 class Records:
-    """The records of every round. bring: writes down what waits in memory, before anybody looks."""
+    """Records of all rounds. bring: called before reading, to write pending facts."""
 
     def __init__(self, store: Store, bring: Callable[[], None]) -> None:
         self._store = store
@@ -51,11 +51,11 @@ class Records:
         return with_joules_per_point(found)
 
     def refresh(self, federation_name: str) -> int:
-        """Make the records of closed rounds that a fact has come to since; answers the federation's id. Raises
-        NotFound."""
+        """Update the outdated records of closed rounds; return the federation's id. Raises NotFound."""
         with self._store.reading() as db:
             federation_id = find(db, federation_name).id
-        if self._store.troubles.size(RECORDS) is None:  # else who only looks would wait for what cannot be written
+        # While the records cannot be written, readers must not wait for writes.
+        if self._store.troubles.size(RECORDS) is None:
             with suppress(Unavailable):
                 self._bring()
                 self._remember(federation_id)
@@ -72,14 +72,15 @@ class Records:
                     for item in db.scalars(outdated.order_by(Round.number.desc()).limit(RECORDS_AT_A_TIME))
                 ]
             with self._store.writing() as db:
-                for round_id, facts, summary in found:  # but where a fact has come meanwhile
+                for round_id, facts, summary in found:
+                    # A round that got another fact meanwhile stays outdated.
                     made = update(Round).where(Round.id == round_id, Round.facts == facts)
                     db.execute(made.values(summary=summary, stale=False))
 
     def reports(self, federation_name: str, number: int) -> list[DeviceReport]:
-        """Return the report of each device in round ``number``, training first, by name. Raises NotFound.
+        """Return the readable reports of round ``number``, training first, by device name. Raises NotFound.
 
-        A report that cannot be read is left out; the round's record names its device.
+        The round's record lists devices with an unreadable report.
         """
         if self._store.troubles.size(RECORDS) is None:
             with suppress(Unavailable):
@@ -88,7 +89,7 @@ class Records:
             federation = find(db, federation_name)
             prepared = load_method(federation.method).prepares
             if not 1 - prepared <= number <= federation.round + 1:
-                raise NotFound(f"{federation_name} has had {federation.round} rounds; there is no round {number}")
+                raise NotFound(f"there is no round {number}; {federation_name} has had {federation.round} rounds")
             rows = db.execute(
                 select(Assignment, Device.name)
                 .join(Device, Device.id == Assignment.device_id)
@@ -111,14 +112,14 @@ class Records:
 
 
 def report_of(assignment: Assignment) -> UpdateReport | Receipt | None:
-    """Return the report of an assignment that is done; None if it cannot be read."""
+    """Return the report of a completed assignment, or None if it is unreadable."""
     if assignment.kind in COHORT_KINDS:
         return read_stored(UpdateReport, assignment.report)
     return read_stored(Receipt, assignment.report)
 
 
 def _known(item: Round) -> RoundRecord | None:
-    """Return the record of a round that was made before; None if a fact has come since, or it cannot be read."""
+    """Return the stored record of a round, or None if it is outdated or unreadable."""
     return None if item.stale else read_stored(RoundRecord, item.summary)
 
 
@@ -135,14 +136,16 @@ def _look(db: Session, item: Round) -> RoundRecord:
 
 
 def _in_its_model(item: Round) -> ColumnElement[bool]:
-    """Return SQL, for buffered rounds, of the updates in a round's model, or, while it is open, of those that wait."""
+    """Return SQL for the updates in a buffered round's model or, while it is open, for waiting updates."""
     return Assignment.counted_round == item.number if item.status == "closed" else UNCOUNTED
 
 
 def with_joules_per_point(records: Sequence[RoundRecord]) -> list[RoundRecord]:
-    """Return the records, each evaluated one with the joules that a point of accuracy took since the one before."""
-    found, before = [], None
-    measured = estimated = 0.0
+    """Return the records, with the joules per point of accuracy gained since the previous evaluated round."""
+    found = []
+    before = None
+    measured = 0.0
+    estimated = 0.0
     for record in records:
         phases = (record.download, record.train, record.upload)
         measured += sum(phase.joules_measured for phase in phases)
@@ -153,6 +156,8 @@ def with_joules_per_point(records: Sequence[RoundRecord]) -> list[RoundRecord]:
             if points > 0:
                 values = {"measured": measured / points or None, "estimated": estimated / points or None}
                 record = record.model_copy(update={f"joules_per_point_{key}": value for key, value in values.items()})
-            before, measured, estimated = accuracy, 0.0, 0.0
+            before = accuracy
+            measured = 0.0
+            estimated = 0.0
         found.append(record)
     return found

@@ -1,4 +1,4 @@
-"""One round's record, made of its assignments and of what its devices reported."""
+"""The record of one round, from its assignments and their devices' reports."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from ..rounds.secure_state import PHASES
 from ..storage.tables import Assignment, Round
 
 MOST_NAMES = 50
-"""Different names of counts in a record, as devices choose these names."""
+"""Limit of different counts in a record, whose names devices choose."""
 
 SUMMED_UNDER_MASKS = ("accuracy_personal", "accuracy_global", "loss_personal", "loss_global")
-"""Means of an evaluation that secure rounds have in place of those of single devices."""
+"""Means of an evaluation that come from secure aggregation in secure rounds."""
 
 Row = tuple[Assignment, str]
 """An assignment with its device's name."""
@@ -39,7 +39,7 @@ Row = tuple[Assignment, str]
 
 @dataclass(frozen=True)
 class _Update:
-    """An update whose report can be read. weight: what it counts with, in samples."""
+    """An update with a readable report. weight: in samples."""
 
     device: str
     report: UpdateReport
@@ -54,7 +54,7 @@ class _Update:
 
 @dataclass(frozen=True)
 class _Notes:
-    """What a round's notes say of its updates, of privacy and of means that no device has told; and the others."""
+    """A round's notes, separated into their parts. masked: means from secure aggregation."""
 
     left_out: Mapping[str, str]
     clipped: Mapping[str, float]
@@ -65,12 +65,15 @@ class _Notes:
     @classmethod
     def of(cls, item: Round) -> _Notes:
         notes = dict(item.notes) if isinstance(item.notes, dict) else {}
-        left_out, privacy = notes.pop("left_out", {}), notes.pop("privacy", None)
-        return cls(left_out, notes.pop("clipped", {}), privacy, notes.pop("metrics", {}), notes)
+        left_out = notes.pop("left_out", {})
+        clipped = notes.pop("clipped", {})
+        privacy = notes.pop("privacy", None)
+        masked = notes.pop("metrics", {})
+        return cls(left_out, clipped, privacy, masked, notes)
 
 
 def summarise(item: Round, rows: Sequence[Row]) -> RoundRecord:
-    """Return the record of one round from its assignments (with their devices' names)."""
+    """Return the record of one round from its assignments and their devices' names."""
     notes = _Notes.of(item)
     done = [
         (each, name)
@@ -83,7 +86,7 @@ def summarise(item: Round, rows: Sequence[Row]) -> RoundRecord:
         for each, name, report in trained
         if report
     ]
-    # Before the last evaluation devices may have compared models, which is part of what it cost.
+    # Comparisons of models before the last evaluation are part of its cost.
     judged = [
         (each, name, read_stored(Receipt, each.report))
         for each, name in rows
@@ -113,7 +116,7 @@ def summarise(item: Round, rows: Sequence[Row]) -> RoundRecord:
 
 
 def _counts(assignment: Assignment, item: Round) -> bool:
-    """Return whether an update that was acknowledged is one of this round's."""
+    """Return whether an acknowledged update counts in this round."""
     if assignment.arrival is None:
         return assignment.round == item.number
     return assignment.counted_round == (item.number if item.status == "closed" else None)
@@ -130,7 +133,7 @@ def _of_time(item: Round) -> dict[str, Any]:
 
 def _of_the_cohort(item: Round, rows: Sequence[Row]) -> dict[str, Any]:
     phases = [(each, name) for each, name in rows if each.kind in PHASES and each.round == item.number]
-    # In a secure round a device has an assignment in each phase; all were drawn that were asked for keys.
+    # In a secure round a device has an assignment per phase; the cohort are the devices asked for keys.
     asked = phases if any(each.kind == Kind.keys for each, _ in phases) else _asked_to_train(item, rows)
     return {
         "cohort": tuple(dict.fromkeys(name for _, name in asked)),
@@ -146,7 +149,7 @@ def _asked_to_train(item: Round, rows: Sequence[Row]) -> list[Row]:
 def _of_what_counts(
     item: Round, rows: Sequence[Row], done: Sequence[Row], updates: Sequence[_Update], notes: _Notes
 ) -> dict[str, Any]:
-    """Return which updates were left out, cut or counted with fewer samples, by device."""
+    """Return the updates left out, clipped, or counted with fewer samples, by device."""
     asked = _asked_to_train(item, rows)
     lost = {name: DAMAGED for each, name in asked if (each.status, each.return_reason) == ("expired", DAMAGED)}
     return {
@@ -157,7 +160,8 @@ def _of_what_counts(
 
 
 def _of_training(updates: Sequence[_Update], masked: Mapping[str, float]) -> dict[str, Any]:
-    reports, weights = [each.report for each in updates], [each.weight for each in updates]
+    reports = [each.report for each in updates]
+    weights = [each.weight for each in updates]
     return {
         "stopped": tuple(each.device for each in updates if each.report.status == "stopped"),
         "num_examples": sum(weights),
@@ -206,7 +210,7 @@ def _means(judged: Sequence[Evaluation]) -> dict[str, Any]:
 
 
 def _of_judging(judged: Sequence[tuple[Assignment, Receipt]]) -> dict[str, Any]:
-    """Return what evaluations and comparisons of models have cost."""
+    """Return the cost of evaluations and comparisons of models."""
     phases = [phase for _, each in judged for phase in (each.telemetry.download, each.telemetry.train)]
     uploads = [upload_of(assignment) for assignment, _ in judged]
     return {
@@ -223,13 +227,13 @@ def iso(seconds: float) -> str:
 
 
 def upload_of(assignment: Assignment) -> Phase:
-    """Return the cost of an upload; until the device reports it, at least the bytes that arrived."""
+    """Return the cost of an upload; until the device reports it, only the received bytes."""
     known = None if assignment.upload_cost is None else read_stored(Phase, assignment.upload_cost)
     return known or Phase(bytes_up=assignment.update_bytes or 0)
 
 
 def _add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return sums by name; of more than ``MOST_NAMES`` names, of those that most devices gave."""
+    """Return sums by name, for the ``MOST_NAMES`` names from the most devices."""
     total: Counter[str] = Counter()
     devices: Counter[str] = Counter()
     for each in counts:
@@ -261,13 +265,14 @@ def _weighted_mean(values: Sequence[float | None], weights: Sequence[int]) -> fl
 
 
 def bottom_decile(values: Iterable[float | None]) -> float | None:
-    """Return the floor(N/10)-th worst of the N values that are known, counted from 1; None if none is."""
+    """Return the floor(N/10)-th lowest of the N known values, counted from 1, or None if N is 0."""
     known = sorted(value for value in values if value is not None)
     return known[max(1, len(known) // 10) - 1] if known else None
 
 
 def _per_update(rounds: Iterable[tuple[Phase, ...]]) -> PerUpdate:
-    measured, estimated = [], []
+    measured = []
+    estimated = []
     for phases in rounds:
         total = _add(phases)
         if total.joules_measured:

@@ -84,7 +84,7 @@ def test_nothing_is_overwritten_and_nothing_incomplete_is_used(tmp_path, clock, 
         back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
     with pytest.raises(NoRecords, match="has no records; set COORDINATOR_DATA_DIR"):
         back_up(settings_for(tmp_path / "elsewhere"), tmp_path / "copy2")
-    with pytest.raises(BackupFailed, match="has records already"):
+    with pytest.raises(BackupFailed, match="already has records"):
         bring_back(settings_for(tmp_path / "data"), tmp_path / "copy")
     with pytest.raises(NoRecords, match=r"has no backup\.json"):
         bring_back(settings_for(tmp_path / "new"), tmp_path / "data")
@@ -167,7 +167,7 @@ def test_the_commands(tmp_path, clock, answer, monkeypatch, capsys):
         assert backup.main([str(tmp_path / "copy")]) == 0
         assert "f after round 2" in capsys.readouterr().out
     assert restore.main([str(tmp_path / "copy")]) == 1
-    assert "has records already" in capsys.readouterr().err
+    assert "already has records" in capsys.readouterr().err
     monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "new"))
     assert restore.main([str(tmp_path / "copy")]) == 0
 
@@ -181,7 +181,7 @@ def test_of_postgresql(tmp_path, clock, answer, play, monkeypatch, postgresql):
         back_up(settings_for(tmp_path / "data", database_url=first), tmp_path / "copy")
         play(coordinator, devices)
         wanted = coordinator.model()
-    with pytest.raises(BackupFailed, match="has a coordinator's tables already"):
+    with pytest.raises(BackupFailed, match="already has a coordinator's tables"):
         bring_back(settings_for(tmp_path / "new", database_url=first), tmp_path / "copy")
     bring_back(settings_for(tmp_path / "new", database_url=second), tmp_path / "copy")
     coordinator = LocalCoordinator(tmp_path / "new", clock, database_url=second)

@@ -344,7 +344,7 @@ def test_methods_that_take_a_mean_can(method):
 
 @pytest.mark.parametrize("method", ["fedsgc", "feddst", "votedst", "prunefl", "grasp", "dmpfl", "pfedgate"])
 def test_methods_whose_rounds_build_on_one_model_cannot(coordinator, method):
-    with pytest.raises(BadContent, match=f"buffer: {method} cannot take in updates of older models: "):
+    with pytest.raises(BadContent, match=f"buffer: {method} cannot use updates of older models: "):
         coordinator.create(method=method, buffer=1)
 
 

@@ -188,14 +188,14 @@ def test_each_difference_is_named(coordinator):
     with pytest.raises(DifferentFederation) as refused:
         coordinator.publisher.compare("f", wanted(task="har", model="0" * 64, method="fedavg", rounds=50))
     assert str(refused.value) == (
-        "a federation 'f' exists and is another: method: asked for fedavg, it has fedprox; rounds: asked for 50, it "
-        "has 2; task: asked for har, it has digits. Choose another name, ask for what it has, or delete it first "
-        "(sparrow federation delete f)"
+        "a different federation 'f' exists: method: asked for fedavg, it has fedprox; rounds: asked for 50, it "
+        "has 2; task: asked for har, it has digits. Choose another name, use its settings and model, or delete it "
+        "first (sparrow federation delete f)"
     )
     with pytest.raises(DifferentFederation, match=r"proximal_weight: asked for 0\.01, it has 1\.0"):
         coordinator.publisher.compare("f", wanted(method="fedprox", rounds=2))
     settings = {"method": "fedprox", "rounds": 2, "method_settings": {"proximal_weight": 1}}
-    with pytest.raises(DifferentFederation, match="model: its layers, their shapes"):
+    with pytest.raises(DifferentFederation, match="model: its layers, shapes"):
         coordinator.publisher.compare("f", wanted(model="0" * 64, **settings))
 
 

@@ -94,7 +94,7 @@ def test_nobody_that_died_is_shown_as_ready(begin):
     coordinator.clock.pass_seconds(600)
     found, count = lists.list("f", DeviceQuery(doing=Doing.offline))
     assert ([each.name for each in found], count) == (["a", "b"], 2)
-    assert "Devices that are offline: 2" in [each.text for each in coordinator.overviews.look("f").notices]
+    assert "Offline devices: 2" in [each.text for each in coordinator.overviews.look("f").notices]
 
 
 def test_devices_of_a_federation_that_has_ended_are_done(begin, play):

@@ -632,11 +632,11 @@ def test_one_that_claims_much_and_answers_nothing_does_not_hold_the_model_still(
 
 def test_what_bounds_no_device_is_said_once_when_a_federation_is_made(coordinator, caplog):
     coordinator.create(**CALM, relative_clip=0)
-    assert "nothing bounds how far one device can move the global model" in coordinator.info().notice
+    assert "no setting limits how far one device can move the global model" in coordinator.info().notice
     assert [record.message for record in caplog.records] == [f"f: {coordinator.info().notice}"]
     bounds = ({}, {"relative_clip": 0, "update_clip": 1.0}, {"relative_clip": 0, "update_norm_limit": 1.0})
     bounds += ({"relative_clip": 0, "outlier_mads": 5.0}, {"relative_clip": 0, "robust": "median"})
     for number, bound in enumerate(bounds):
         coordinator.create(f"g{number}", **CALM, **bound)
         assert coordinator.info(f"g{number}").notice is None
-    assert caplog.text.count("nothing bounds") == 1
+    assert caplog.text.count("no setting limits") == 1

@@ -151,7 +151,7 @@ def test_notices_tell_what_an_operator_should_know(coordinator):
     notices = {notice.kind: notice.text for notice in coordinator.overviews.look("f").notices}
     assert notices["refused"].endswith(": 2 (BadContent)")
     assert notices["left_out"].endswith(": 3")
-    assert notices["lost"].endswith("are not back: 1")
+    assert notices["lost"].endswith("silence or leaving: 1")
 
 
 def test_no_federation_of_this_name(coordinator):

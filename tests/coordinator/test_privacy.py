@@ -238,7 +238,7 @@ def test_a_method_that_makes_its_models_in_its_own_way_is_refused_unless_it_vouc
 
 
 def test_running_statistics_are_refused(small):
-    with pytest.raises(BadContent, match=r"bn\.running_mean: running statistics would get noise"):
+    with pytest.raises(BadContent, match=r"bn\.running_mean: noise would make running variances negative"):
         check_privacy(load_method("fedspu"), small, completed(FederationSettings(**PRIVATE)))
 
 
@@ -402,5 +402,5 @@ def test_a_change_is_held_to_what_creation_is(coordinator):
         coordinator.change(cohort=2000)
     assert coordinator.info().settings.cohort == 3
     coordinator.create("robust", robust="median", cohort=5)
-    with pytest.raises(BadContent, match="cannot tell who lies"):
+    with pytest.raises(BadContent, match="too few for"):
         coordinator.federations.change("robust", ChangeFederation(cohort=2))

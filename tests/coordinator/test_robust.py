@@ -341,16 +341,16 @@ def test_krum_is_refused_where_devices_send_different_parts(name):
     ],
 )
 def test_rounds_in_which_nobody_could_tell_are_refused(rule, least, settings):
-    with pytest.raises(BadContent, match=f"cannot tell who lies; it takes {least}: raise cohort or quorum"):
+    with pytest.raises(BadContent, match=f"which needs {least}: raise cohort or quorum"):
         check_robust(load_method("fedavg"), FederationSettings(method="fedavg", robust=rule, **settings))
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"buffer": 5}, "the quickest, more of it than robust_share"),
-        ({"cohort_policy": "budget"}, "a device raises its own chance to be drawn"),
-        ({"cohort_policy": "least_recently"}, "a device raises its own chance to be drawn"),
+        ({"buffer": 5}, "the fastest, so that they exceed robust_share"),
+        ({"cohort_policy": "budget"}, "a device can raise its chance to be drawn"),
+        ({"cohort_policy": "least_recently"}, "a device can raise its chance to be drawn"),
     ],
 )
 def test_rounds_that_devices_can_crowd_are_refused(settings, said):

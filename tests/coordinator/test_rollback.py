@@ -246,7 +246,7 @@ def with_weights(manifest, tensors):
 @pytest.mark.parametrize(
     ("body", "error", "said"),
     [
-        (version(1, reshaped), DifferentFederation, r"has shape .* needs a federation of its own: publish it under an"),
+        (version(1, reshaped), DifferentFederation, r"has shape .* inputs or outputs under another name"),
         (
             version(1, lambda manifest, tensors: manifest.model_copy(update={"task": "letters"})),
             DifferentFederation,
@@ -257,8 +257,8 @@ def with_weights(manifest, tensors):
             DifferentFederation,
             r"output_shape: the new version has \(11,\), the federation \(10,\)",
         ),
-        (version(1, with_weights), BadContent, r"conv1\.bias: weights are not replaced"),
-        (version(1, step=True, evaluation=True), BadContent, "this version has none; publish one that compiles"),
+        (version(1, with_weights), BadContent, r"conv1\.bias: weights cannot be replaced"),
+        (version(1, step=True, evaluation=True), BadContent, "version has none; publish a version that compiles"),
         (version(1, skeleton=True), BadContent, "the manifest names no skeleton"),
         (b"nothing", BadContent, "safetensors"),
     ],

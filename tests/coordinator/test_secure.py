@@ -386,8 +386,8 @@ def test_a_coordinator_that_is_killed_in_a_phase_goes_on(begin, open_coordinator
         ({"method": "heterofl"}, "set method_settings.rows = all"),
         ({"method": "fedsgc", "rounds": 20}, "set method_settings.adjust_interval = 0"),
         ({"method": "lgfedavg", "rounds": 20, "method_settings": {"fedavg_share": 0.5}}, "set method_settings.fedavg"),
-        ({"cohort": 2, "min_devices": 2}, "do not hide one another"),
-        ({"cohort": 4, "secure_dropouts": 0.5}, "of a cohort of 4 no shares bear"),
+        ({"cohort": 2, "min_devices": 2}, "cannot hide updates"),
+        ({"cohort": 4, "secure_dropouts": 0.5}, "in a cohort of 4 no threshold tolerates"),
         ({"over_selection": 0.5}, "over_selection and extensions would bring devices in after the keys"),
     ],
 )

@@ -85,7 +85,7 @@ def test_tokens_are_made_where_others_reach_it_and_nobody_has_set_any(home, caps
             status = client.get("/v1/federations").status_code
         assert (status, file.exists()) == (401 if made or tokens else 200, made)
         said = capsys.readouterr().err
-        assert ("shown this once" in said) == (made and start == 1)
+        assert ("shown only now" in said) == (made and start == 1)
         assert ("plain http" in said) == (made and start == 1 and not listening.tls)
     if made:
         assert file.stat().st_mode & 0o777 == 0o600

@@ -285,7 +285,7 @@ def test_default_arguments_of_forward_are_traced():
 def test_the_coordinator_wants_coupling_for_methods_that_need_it(client, monkeypatch):
     monkeypatch.setattr(type(load_method("fjord")), "needs_coupling", False)
     monkeypatch.setattr(type(load_method("fjord")), "narrow", False)
-    with pytest.raises(BadArgument, match="fjord trains some neurons of each layer, and this manifest does not say"):
+    with pytest.raises(BadArgument, match="fjord trains some neurons of each layer, but this manifest has no coupling"):
         publish(inprocess.ADDRESS, "own", task_of(nn.Sequential(nn.Linear(4, 3)), torch.randn(20, 4)),
                 client=client, method="fjord")  # fmt: skip
 

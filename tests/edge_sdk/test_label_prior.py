@@ -131,7 +131,7 @@ def test_methods_and_models_without_a_place_for_it_are_refused_by_the_coordinato
         check_adjustment(load_server_half("fedsgc"), job.manifest, settings.model_copy(update={"method": "fedsgc"}))
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3, bias=False))
     manifest = describe(model, torch.randn(2, 6), task="t")
-    with pytest.raises(BadContent, match="no trained bias with a value for each class"):
+    with pytest.raises(BadContent, match="no trained bias with a value per class"):
         check_adjustment(load_server_half("fedavg"), manifest, settings)
     assert LabelPrior.of(job.task, job.manifest, settings.model_copy(update={"logit_adjustment": 0.0})) is None
     regression = dataclasses.replace(job.task, classification=False)

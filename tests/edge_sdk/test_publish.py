@@ -310,7 +310,7 @@ def test_what_is_there_already_is_not_uploaded_again(guarded, monkeypatch):
         publish(inprocess.ADDRESS, "wide", wide(1), exist_ok=True, client=guarded, method="fedavg", rounds=50)
     assert guarded.moved < 5_000
     narrow = Task("wide", nn.Sequential(nn.Linear(4, 2)), F.cross_entropy, wide(0).train, wide(0).train)
-    with pytest.raises(Refused, match="model: its layers, their shapes"):
+    with pytest.raises(Refused, match="model: its layers, shapes"):
         publish(inprocess.ADDRESS, "wide", narrow, exist_ok=True, client=guarded, rounds=2)
 
 

@@ -355,7 +355,7 @@ def test_a_publication_that_devices_would_refuse_is_refused_at_once(coordinator)
     for changes, why in (
         ({}, "signed for the federation f, not for g"),
         ({"federation": "g", "manifest": 64 * "a"}, "signed for another manifest"),
-        ({"federation": "g", "graphs": {}}, "is not the signed one"),
+        ({"federation": "g", "graphs": {}}, "differs from the signed one"),
         ({"federation": "g", "settings": read_ranges(["cohort>=10"])}, "cohort is 1, allowed is cohort>=10"),
     ):
         publication = json.loads(signed_by(AUTHOR, coordinator, **changes).model_dump_json())

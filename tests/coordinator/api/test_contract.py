@@ -305,7 +305,7 @@ def test_a_new_version_of_a_model_is_sent_as_a_file(client):
     again = client.patch("/v1/federations/mine/model", content=checkpoint.save(graphs), headers=CHECKPOINT)
     assert (again.status_code, again.json()["name"], again.json()["replacing"]) == (200, "mine", False), again.text
     weights = client.patch("/v1/federations/mine/model", content=published(), headers=CHECKPOINT)
-    assert_problem(weights, 422, "weights are not replaced")
+    assert_problem(weights, 422, "weights cannot be replaced")
 
 
 def test_a_model_may_be_published_without_its_training_step(client):
@@ -384,7 +384,7 @@ def test_a_step_that_devices_would_refuse_is_not_published(client, name, graph, 
 def test_a_few_lines_do_not_describe_gigabytes(client):
     """Constant and drawn values need not travel: tensors of gigabytes would have been made of these 2 kB."""
     for count, policy, status, said in (
-        (3, "shared", 413, "takes up to 2147483648"),
+        (3, "shared", 413, "accepts up to 2147483648"),
         (16, "shared", 422, "17,179,869,184 bytes in all, at most 4,294,967,296 are accepted; publish a smaller model"),
         (16, "personal", 422, "17,179,869,184 bytes in all"),
     ):
@@ -409,7 +409,7 @@ def test_a_few_lines_do_not_describe_gigabytes(client):
 def test_a_federation_is_steered(client):
     path = "/v1/federations/default"
     assert client.patch(path, json={"action": "pause"}).json()["status"] == "paused"
-    assert_problem(client.patch(path, json={"action": "pause"}), 409, "default is paused; this can be done while")
+    assert_problem(client.patch(path, json={"action": "pause"}), 409, "default is paused; pause it while it is")
     assert client.patch(path, json={"action": "resume", "cohort": 3}).json()["settings"]["cohort"] == 3
     assert client.patch(path, json={"action": "stop"}).json()["reason"] == "operator"
     assert client.patch(path, json={"action": "reopen", "rounds": 9}).json()["rounds"] == 9
@@ -1098,7 +1098,9 @@ def test_no_unknown_caller_can_fill_the_memory(open_app):
         if method == "GET" or f"{method} {path}" in LARGE or path.endswith(("/update", "/model/evaluation")):
             continue
         known = {**JSON, **bearer(ADMIN)}
-        assert_problem(client.request(method, path, content=b" " * (2**20 + 1), headers=known), 413, "send less")
+        assert_problem(
+            client.request(method, path, content=b" " * (2**20 + 1), headers=known), 413, "the body is too long"
+        )
         assert_problem(client.request(method, path, content=iter([b"{}"]), headers=known), 411, "send Content-Length")
         assert_problem(client.request(method, path, content=iter([b"{}"]), headers=JSON), 401, "token")
     judging, update = "/v1/federations/default/model/evaluation", f"/v1/assignments/{'0' * 32}/update"

@@ -214,7 +214,7 @@ def test_a_damaged_model_is_not_served_and_readyz_names_it_until_it_is_restored(
     for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
         model.write_bytes(damaged)
         answer = client.get("/v1/federations/default/model")
-        assert_problem(answer, 503, "damaged or missing", "try again when its operator has restored it")
+        assert_problem(answer, 503, "damaged or missing", "retry after its operator has restored it")
         assert answer.headers["retry-after"] == "5"
         assert_problem(client.get("/readyz"), 503, f"1/models/{model.name} is damaged", "from a backup")
     assert len(said(caplog)) == 1
@@ -673,7 +673,7 @@ def test_descriptors_are_left_for_health(open_app, monkeypatch):
     with opened(client, 21):
         become(lambda: fresh(client, "/v1/federations").status_code == 503)
         refused = fresh(client, "/v1/federations")
-        assert_problem(refused, 503, "as many connections as it can")
+        assert_problem(refused, 503, "too many connections")
         assert refused.headers["retry-after"] == "5"
         assert fresh(client, "/healthz").status_code == 200
     become(lambda: fresh(client, "/v1/federations").status_code == 200)

@@ -129,13 +129,13 @@ def test_who_is_not_signed_in_is_led_to_a_form_and_back(open_app):
 @pytest.mark.parametrize(
     ("form", "status", "said"),
     [
-        ({"token": "made-up"}, 401, "no observer"),
-        ({"token": ""}, 401, "no observer"),
-        ({"token": "the enrolment token"}, 401, "with which devices join"),
-        ({}, 401, "no observer"),
-        ({"token": "<b>", "federation": '"><script>'}, 401, "no observer"),
+        ({"token": "made-up"}, 401, "not an observer"),
+        ({"token": ""}, 401, "not an observer"),
+        ({"token": "the enrolment token"}, 401, "an enrolment token, for devices"),
+        ({}, 401, "not an observer"),
+        ({"token": "<b>", "federation": '"><script>'}, 401, "not an observer"),
         ({"token": "x" * 5000}, 413, "TooLarge"),
-        ({str(index): "x" for index in range(20)}, 422, "load the page again"),
+        ({str(index): "x" for index in range(20)}, 422, "reload the page"),
     ],
 )
 def test_what_is_no_token_to_look_with_signs_nobody_in(open_app, form, status, said):

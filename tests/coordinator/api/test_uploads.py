@@ -117,7 +117,9 @@ def test_nothing_is_added_to_what_is_whole(client, update, tmp_path):
     """Its file may be a stored update by then; and a body in chunks says no length that the server could hold it to."""
     said = {"Content-Range": "bytes */0", "Sparrow-Update-SHA256": hashlib.sha256(b"").hexdigest()}
     headers = {**update[0], **said, "Content-Type": bundle.MEDIA_TYPE}
-    assert_problem(client.put(update[1], content=iter([b"more"]), headers=headers), 422, "more has come")
+    assert_problem(
+        client.put(update[1], content=iter([b"more"]), headers=headers), 422, "longer than its Content-Range"
+    )
     assert [path.stat().st_size for path in parts(tmp_path)] == [0]
     assert ranged(client, update, 0).status_code == 201
     assert parts(tmp_path) == []
@@ -151,7 +153,7 @@ def test_the_same_call_twice_at_once_brings_it_once_and_the_other_is_told_to_ask
         assert ranged(client, update, 0).status_code == 201
         first.send(body[1000:])
         answer = first.getresponse()
-        assert (answer.status, "ask how much is here" in answer.read().decode()) == (416, True)
+        assert (answer.status, "ask how many bytes have arrived" in answer.read().decode()) == (416, True)
     assert parts(tmp_path) == []
     assert ranged(client, update, 0).status_code == 200, "the same again"
 

@@ -88,7 +88,7 @@ def test_a_blob_that_is_not_what_its_key_names_is_never_handed_out(blobs, caplog
     for damage in (b"thref", b"thre", b"", b"another, older one"):
         blobs.put(key, damage)
         for read in (blobs.get, blobs.load):
-            with pytest.raises(Damaged, match="try again when its operator has restored it"):
+            with pytest.raises(Damaged, match="retry after its operator has restored it"):
                 read(key)
     blobs.delete(key)
     with pytest.raises(Damaged):

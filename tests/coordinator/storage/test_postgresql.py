@@ -291,7 +291,7 @@ def test_tokens_are_made_beside_a_running_coordinator_and_their_uses_counted(tmp
     token = json.loads(capsys.readouterr().out)
     for name in ("a", "b"):
         coordinator.devices.enrol("f", Enrol(name=name, enrolment_key=name * 32), token["id"])
-    with pytest.raises(NotAuthenticated, match="as often as it may be"):
+    with pytest.raises(NotAuthenticated, match="is used up"):
         coordinator.devices.enrol("f", Enrol(name="c", enrolment_key="c" * 32), token["id"])
     device = coordinator.device("a").device_id
     for wanted in (token["id"], device):
