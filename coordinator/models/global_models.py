@@ -1,17 +1,15 @@
-"""Global models, manifests and graphs of the federations, and the payloads cut from them.
+"""Global models, manifests and graphs of federations, and the payloads cut from them.
 
-A payload is not stored: which values it holds follows from the assignment (model version, whether whole, active ratio)
-and from the mask that the device holds, so it is packed when asked for, and a restarted coordinator packs the same
-bytes again. The last few are remembered (``payloads``).
+Payloads are not stored: their content follows from the assignment (model version, full or active ratio) and the
+device's mask. So they are packed on request, and a restarted coordinator packs the same bytes again. The last few are
+cached (``payloads``).
 
-A model is written under its digests before the transaction that makes it the federation's, which records them
-(``tables.Model``). So a file whose transaction failed is named nowhere, not served, and removed when a later model is
-there.
+A model is written under its digests before the transaction that records it (``tables.Model``). A file of a failed
+transaction is never referenced or served, and is removed once a later model exists.
 
-A method's own arrays lie in a second file of the same version. Masks of elements also lie by themselves, under their
-digests, as long as a device holds them: it is sent the changes since then. So do the masks of neurons that devices have
-chosen, whose values are what these are sent. Where a method knows what of the values changed since a round, a device
-that holds the model of that round is sent no more.
+A method's own arrays are in a second file of the same version. Element masks, and neuron masks chosen by devices, are
+also stored under their digests while a device holds them, so that it gets only the changes, or only the chosen values.
+If a method knows the values changed since a round, a device with that round's model gets only those.
 """
 
 from __future__ import annotations
@@ -55,20 +53,20 @@ _MODELS = select(Model).where(Model.federation_id == bindparam("federation_id"))
 
 @dataclass(frozen=True)
 class Retention:
-    """The rule for old global models: the newest ``last`` are kept, and every ``every``-th (0: none)."""
+    """Which old global models are kept: the newest ``last``, and every ``every``-th (0: none)."""
 
     last: int = 1
     every: int = 0
 
     def kept(self, versions: Iterable[int]) -> set[int]:
-        """Return which of ``versions`` are kept."""
+        """Return the kept ones of ``versions``."""
         numbers = sorted(versions)
         return {*numbers[-self.last :], *(number for number in numbers if self.every and number % self.every == 0)}
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a global model that is to be written: key -> content, and what the records are to say of them."""
+    """The files of a global model to write, content by key, and the fields of its record."""
 
     version: int
     model: GlobalModel
@@ -79,7 +77,7 @@ class ModelFiles:
 
 
 def settings_of(federation: Federation) -> FederationSettings:
-    """Return the federation's settings, checked when they were stored. Raises Unreadable."""
+    """Return the federation's stored settings. Raises Unreadable."""
     try:
         return _settings(json.dumps(federation.settings))
     except ValidationError as error:
@@ -92,23 +90,27 @@ def _settings(text: str) -> FederationSettings:
 
 
 def unreadable(federation: Federation, what: str, error: ValidationError) -> Unreadable:
-    """Return the error for a part of a federation's record that pydantic refuses."""
+    """Return the error for an invalid part of a federation's record."""
     return Unreadable(
-        f"the {what} of federation {federation.name!r} in the records cannot be read: {explain(error)}. Bring back a "
+        f"the {what} of federation {federation.name!r} in the records cannot be read: {explain(error)}. Restore a "
         f"backup (sparrow restore), or run the version that wrote them"
     )
 
 
 class Models:
-    """Reads and writes the models of every federation."""
+    """Reads and writes the models of all federations."""
 
     def __init__(self, store: Store, retention: Retention | None = None) -> None:
         self._store = store
         self._retention = retention or Retention()
-        self._manifests: dict[int, tuple[int, Manifest]] = {}  # by federation: as it was after so many replacements
-        self._latest: dict[int, tuple[str, GlobalModel]] = {}  # by federation: the digest of its file, and the model
-        self._scores: dict[int, tuple[GlobalModel, Scores]] = {}  # by federation, of the model asked for last
-        self._sent: dict[int, tuple[str, str]] = {}  # by federation: the digest of its file, and that in secure rounds
+        # All by federation id. Number of replacements, and the manifest after them.
+        self._manifests: dict[int, tuple[int, Manifest]] = {}
+        # Digest of the latest model's file, and the model.
+        self._latest: dict[int, tuple[str, GlobalModel]] = {}
+        # The last scored model, and its scores.
+        self._scores: dict[int, tuple[GlobalModel, Scores]] = {}
+        # Digest of the model's file, and its digest in secure rounds.
+        self._sent: dict[int, tuple[str, str]] = {}
         self._payloads = Payloads()
 
     def manifest(self, federation: Federation) -> Manifest:
@@ -125,39 +127,40 @@ class Models:
         return known[1]
 
     def add_files(self, federation_id: int, manifest: Manifest, files: Mapping[FileName, bytes]) -> None:
-        """Store the files that a manifest names durably, but for those that are not given."""
+        """Store those of a manifest's files that are given, durably."""
         for name, digest in manifest.files.items():
             if name in files:
                 self._store.blobs.put(file_key(federation_id, digest), files[name])
 
     def values(self, federation: Federation, which: Values) -> bytes:
-        """Return a file of values, in one place of memory for all who ask. Raises NotFound where the model has none."""
+        """Return a file of values, shared in memory by all callers. Raises NotFound if the model has none."""
         digest = self.manifest(federation).files.get(which)
         if digest is None:
-            raise NotFound(f"the model of {federation.name} has no {which} values: its manifest names no such file")
+            raise NotFound(f"the model of {federation.name} has no {which} values")
         body = self._store.blobs.get(file_key(federation.id, digest))
         return self._payloads.get((federation.id, 0, which), lambda: body).body
 
     def whole(self, federation: Federation, version: int) -> Tensors:
-        """Return every value of a global model by name, those that nobody trains among them."""
-        manifest, tensors = self.manifest(federation), self.model(federation, version).tensors
+        """Return all values of a global model by name, including frozen ones."""
+        manifest = self.manifest(federation)
+        tensors = self.model(federation, version).tensors
         if not manifest.frozen:
             return tensors
         return {**values.unpack(manifest, "frozen", self.values(federation, "frozen")), **tensors}
 
     def graph(self, federation: Federation, graph: GraphName) -> bytes:
-        """Return an ONNX graph of the federation's model. Raises NotFound for one that was not published."""
+        """Return an ONNX graph of the federation's model. Raises NotFound if it was not published."""
         digest = self.manifest(federation).graphs.get(graph)
         if digest is None:
             raise NotFound(
-                f"the model of {federation.name} was published without a graph of its {graph}; its devices train with "
-                f"PyTorch"
+                f"the model of {federation.name} was published without the graph {graph}; its devices need PyTorch"
             )
         return self._store.blobs.get(file_key(federation.id, digest))
 
     def files(self, federation_id: int, version: int, model: GlobalModel) -> ModelFiles:
-        """Return the files of a global model, which ``write`` stores."""
-        files, state_sha256 = {}, None
+        """Return the files of a global model for ``write``."""
+        files = {}
+        state_sha256 = None
         if model.mask is not None or model.own:
             state = {f"own:{name}": array for name, array in model.own.items()}
             if model.mask is not None:
@@ -172,7 +175,7 @@ class Models:
         return ModelFiles(version, model, files, sha256, state_sha256, len(body))
 
     def write(self, federation_id: int, files: ModelFiles, after_each: Callable[[], None] = lambda: None) -> None:
-        """Store a global model's files durably; outside of any transaction, for it may take a minute."""
+        """Store a global model's files durably, outside any transaction, since it may take a minute."""
         known = self._store.blobs.keys(f"{federation_id}/masks")
         for key, body in files.files.items():
             if key not in known:
@@ -180,73 +183,75 @@ class Models:
             after_each()
 
     def record(self, db: Session, federation_id: int, files: ModelFiles) -> None:
-        """Record a global model, whose files are written, in the transaction that makes it the federation's."""
+        """Record a global model with written files, in the transaction that makes it the federation's."""
         row = Model(federation_id=federation_id, version=files.version, bytes=files.bytes)
-        row.sha256, row.state_sha256 = files.sha256, files.state_sha256
+        row.sha256 = files.sha256
+        row.state_sha256 = files.state_sha256
         db.add(row)
 
     def digest(self, federation: Federation, version: int) -> str | None:
-        """Return the SHA-256 of a model's file, by which devices name it; None if the method needs none."""
+        """Return the SHA-256 with which devices name this model; None if the method does not send changes."""
         if load_method(federation.method).changes is None:
             return None
         return self.sha256(federation, version)
 
     def sha256(self, federation: Federation, version: int) -> str:
-        """Return the SHA-256 of a model's file. Raises NotFound for a version that the records do not know."""
+        """Return the SHA-256 of a model's file. Raises NotFound for an unknown version."""
         if version == federation.model_version:
             return federation.model_sha256
         return self._named(federation, version).sha256
 
     def file(self, federation: Federation, version: int) -> bytes:
-        """Return the values of a global model as stored: a checkpoint. Raises NotFound for one that is not kept."""
+        """Return the stored checkpoint of a global model. Raises NotFound if it is not kept."""
         return self._get(federation, version, model_key(federation.id, version, self.sha256(federation, version)))
 
     def shared_file(self, federation: Federation, version: int) -> bytes:
-        """Return a global model's file, read and checked at each call, in one place of memory for all who ask."""
+        """Return a global model's file, verified at each call and shared in memory by all callers."""
         body = self.file(federation, version)
         return self._payloads.get((federation.id, version, "file"), lambda: body).body
 
     def packed(self, federation: Federation, version: int, form: str, pack: Callable[[], bytes]) -> bytes:
-        """Return what ``pack`` makes of a global model, its graphs and frozen values, in a form: once for all who
-        ask."""
+        """Return a derived form of a global model, made by ``pack`` once for all callers."""
         return self._payloads.get((federation.id, version, (form, federation.replacements)), pack).body
 
     def _named(self, federation: Federation, version: int) -> Model:
-        """Return what the records say of a global model. Raises NotFound."""
+        """Return the record of a global model. Raises NotFound."""
         with self._store.reading() as db:
             found = db.get(Model, (federation.id, version))
         if found is None:
-            raise NotFound(f"{federation.name} has no model {version}, or not any more")
+            raise NotFound(f"{federation.name} has no model {version}; it may have been removed")
         return found
 
     def _get(self, federation: Federation, version: int, key: str) -> bytes:
-        """Return a file of a global model. Raises Unavailable where the model is not kept any more."""
+        """Return a file of a global model. Raises Unavailable if the model is not kept any more."""
         try:
             return self._store.blobs.get(key, needed=False)
         except FileNotFoundError:
             with self._store.reading() as db:
                 if db.get(Model, (federation.id, version)) is None:
-                    raise Unavailable("a newer global model has just come in the place of this; try again") from None
+                    raise Unavailable("this global model was just replaced by a newer one; retry") from None
             return self._store.blobs.get(key)
 
     def kept(self, db: Session, federation: Federation) -> dict[int, Model]:
-        """Return the global models that are kept, oldest first; others may go at any time."""
+        """Return the global models to keep, oldest first; others may be removed at any time."""
         models = {each.version: each for each in db.scalars(_MODELS, {"federation_id": federation.id})}
         stay = self._retention.kept(models) | {federation.model_version}
         return {number: each for number, each in models.items() if number in stay}
 
     def model(self, federation: Federation, version: int) -> GlobalModel:
-        """Return a global model. Raises NotFound for one that is not kept."""
-        latest, digest = self._latest.get(federation.id), self.sha256(federation, version)
+        """Return a global model. Raises NotFound if it is not kept."""
+        latest = self._latest.get(federation.id)
+        digest = self.sha256(federation, version)
         if latest is None or latest[0] != digest:
             model = self._load(federation, version)
-            if version != federation.model_version:  # of an older assignment: not worth the newest one's place
+            # Only the newest model is cached.
+            if version != federation.model_version:
                 return model
             latest = self._latest[federation.id] = (digest, model)
         return latest[1]
 
     def remember(self, federation_id: int, files: ModelFiles) -> None:
-        """Keep a model in memory that is the federation's from now on."""
+        """Cache the federation's new model."""
         self._latest[federation_id] = (files.sha256, files.model)
 
     def _load(self, federation: Federation, version: int) -> GlobalModel:
@@ -262,14 +267,14 @@ class Models:
         return GlobalModel(tensors, mask, {name.removeprefix("own:"): array for name, array in state.items()})
 
     def drop(self, federation_id: int) -> None:
-        """Forget a federation that was deleted."""
+        """Remove a deleted federation from the caches."""
         self._manifests.pop(federation_id, None)
         self._latest.pop(federation_id, None)
         self._scores.pop(federation_id, None)
         self._sent.pop(federation_id, None)
 
     def drop_old(self, db: Session, federation: Federation, in_use: set[int]) -> None:
-        """Have the records forget the global models that are neither in use nor to be kept: their files go later."""
+        """Delete the records of global models that are neither in use nor kept; their files are removed later."""
         stay = in_use | set(self.kept(db, federation))
         for old in db.scalars(_MODELS, {"federation_id": federation.id}):
             if old.version not in stay:
@@ -277,16 +282,16 @@ class Models:
 
     @staticmethod
     def needed(db: Session, federation_id: int, keys: Iterable[str]) -> set[str]:
-        """Return the keys of the models that the records name, and which of ``keys`` they may name soon.
+        """Return the keys of all recorded models, and those of ``keys`` that may be recorded soon.
 
-        A version that is newer than all in the records may be one that another process is about to record.
+        A version newer than all in the records may be in use by another process.
         """
         rows = db.scalars(_MODELS, {"federation_id": federation_id}).all()
         newest = max((row.version for row in rows), default=-1)
         return {key for row in rows for key in keys_of(row)}.union(key for key in keys if _version_in(key) > newest)
 
     def keep_mask(self, federation: Federation, mask: NeuronMask) -> str:
-        """Store a mask that a device has chosen; return its digest."""
+        """Store a mask chosen by a device; return its digest."""
         manifest = self.manifest(federation)
         digest = mask_digest(manifest, mask)
         key = mask_key(federation.id, digest)
@@ -295,7 +300,7 @@ class Models:
         return digest
 
     def _held_mask(self, federation: Federation, device: Device) -> ElementMask | NeuronMask | None:
-        """Return the mask that a device said it holds, if it is one of this federation's."""
+        """Return the mask that the device reported, if it is stored for this federation."""
         if device.mask is None or not SHA256.fullmatch(device.mask):
             return None
         key = mask_key(federation.id, device.mask)
@@ -303,7 +308,8 @@ class Models:
             data = self._store.blobs.get(key, needed=False)
         except FileNotFoundError:
             return None
-        except Damaged:  # as if it were unknown: the device is sent the whole, or says again what it has chosen
+        except Damaged:
+            # Like an unknown mask: the device gets the whole model, or chooses again.
             self._store.blobs.delete(key)
             return None
         return mask_from_file(self.manifest(federation), data)
@@ -311,16 +317,20 @@ class Models:
     def mask(
         self, federation: Federation, device: Device, assignment: Assignment
     ) -> tuple[Mask | None, NeuronDraw | None]:
-        """Return the mask that an assignment trains under, and its seed form, if any.
+        """Return the mask of an assignment, and its seed form, if any.
 
-        (None, None) for everything, and if the device is to choose from the whole model: it never did, lost its state,
-        has another budget now, or its method has devices choose again in this round."""
+        (None, None) stands for all values, also if the device must choose from the whole model: at first, after losing
+        its state, with a new budget, or because its method repeats the choice in this round.
+        """
         if assignment.ratio is None:
             return self.model(federation, assignment.model_version).mask, None
-        manifest, method, settings = self.manifest(federation), load_method(federation.method), settings_of(federation)
+        manifest = self.manifest(federation)
+        method = load_method(federation.method)
+        settings = settings_of(federation)
         situation = Situation(manifest, settings, assignment.round)
         assert method.active is not None, "assignments of other methods have no ratio"
-        choice, pruning = method.active.choice(settings), method.active.pruning(settings)
+        choice = method.active.choice(settings)
+        pruning = method.active.pruning(settings)
         if choice is not None:
             held = self._held_mask(federation, device)
             kept = isinstance(held, NeuronMask) and choice.keeps(held, assignment.ratio, situation)
@@ -334,23 +344,25 @@ class Models:
         return draw_neurons(manifest, draw), draw
 
     def _scored(self, federation: Federation, version: int, pruning: ServerPruning, situation: Situation) -> Scores:
-        """Return what the neurons of a model are worth, counted once for all devices that it is pruned for."""
-        model, known = self.model(federation, version), self._scores.get(federation.id)
+        """Return the neurons' scores, computed once per model."""
+        model = self.model(federation, version)
+        known = self._scores.get(federation.id)
         if known is None or known[0] is not model:
             known = self._scores[federation.id] = (model, pruning.scores(model, situation))
         return known[1]
 
     def payload(self, federation: Federation, device: Device, assignment: Assignment) -> Packed:
-        """Return the bundle of global values that an assignment sends down."""
-        # A payload that is not cut for one device's neurons is the same for all that hold the same mask.
-        # In secure rounds devices compare the whole model with what all others have.
+        """Return the bundle of global values for an assignment."""
+        # Unless it is cut for one device's neurons, a payload is the same for all devices with the same mask.
+        # In secure rounds devices compare the whole model with that of all others.
         secure = settings_of(federation).secure and assignment.kind == Kind.train.value
         whole = assignment.full or secure
         whose = None if whole or assignment.ratio is None else assignment.id
-        version, plan = assignment.model_version, json.dumps(assignment.plan)
+        version = assignment.model_version
+        plan = json.dumps(assignment.plan)
         sends_changes = load_method(federation.method).changes is not None and not secure
         held = self._round_of(federation, device.model) if sends_changes else None
-        # A mask that is unknown here is as none: else a device could have any number of payloads packed and kept.
+        # An unknown mask counts as none: otherwise a device could fill the cache with payloads.
         known = self._held_mask(federation, device)
         depends = (whose, None if known is None else device.mask, held, plan, federation.replacements)
         key = (federation.id, version, depends)
@@ -366,12 +378,16 @@ class Models:
         *,
         whole: bool,
     ) -> bytes:
-        manifest, settings, plan = self.manifest(federation), settings_of(federation), assignment.plan or {}
+        manifest = self.manifest(federation)
+        settings = settings_of(federation)
+        plan = assignment.plan or {}
         model = self.model(federation, assignment.model_version)
         mask, draw = self.mask(federation, device, assignment)
         if whole:
-            mask, draw = model.mask, None
-        method, situation = load_method(federation.method), Situation(manifest, settings, assignment.round, plan)
+            mask = model.mask
+            draw = None
+        method = load_method(federation.method)
+        situation = Situation(manifest, settings, assignment.round, plan)
         if held is not None and method.changes is not None:
             mask = method.changes(model, held, situation)
         return bundle.encode(
@@ -385,7 +401,7 @@ class Models:
         )
 
     def sent_digest(self, federation: Federation) -> str:
-        """Return the digest of today's global model as devices of a secure round decode it; kept until the next one."""
+        """Return the digest of the current global model as devices of a secure round decode it; cached."""
         known = self._sent.get(federation.id)
         if known is None or known[0] != federation.model_sha256:
             manifest = self.manifest(federation)
@@ -399,9 +415,10 @@ class Models:
         return known[1]
 
     def _round_of(self, federation: Federation, digest: str | None) -> int | None:
-        """Return the number of the round that made the model with this digest; None for an unknown or undone one.
+        """Return the round that made the model with this digest, or None if it is unknown or undone.
 
-        Today's model does not remember the changes since an undone one."""
+        The current model has no record of changes since an undone round.
+        """
         if digest is None:
             return None
         of_digest = select(Round.number).where(
@@ -412,10 +429,11 @@ class Models:
 
 
 def why_unusable(federation: Federation, manifest: Manifest) -> str | None:
-    """Return why the global model cannot be used alone, or None if it can."""
+    """Return the reason why the global model cannot be used without a device, or None."""
     if not load_method(federation.method).usable_global_model:
-        return f"{federation.method} has no global model that can be used alone; export a device's personal model"
-    if len(manifest.kept) > len(manifest.shared):  # what is frozen is known here
+        return f"{federation.method} has no complete global model; export a device's personal model"
+    # The coordinator has the frozen values, but not personal ones.
+    if len(manifest.kept) > len(manifest.shared):
         personal = next(spec.name for spec in manifest.kept if spec.policy == "personal")
         return f"{personal} is kept on the devices, so the global model is incomplete; export a personal model"
     return None
@@ -430,43 +448,44 @@ def keys_of(model: Model) -> set[str]:
 
 
 def model_key(federation_id: int, version: int, sha256: str) -> str:
-    """Return the key of a global model's values; sha256: of their file."""
+    """Return the key of a global model's values. sha256: of the file."""
     return f"{federation_id}/models/{version:09d}.{sha256}.safetensors"
 
 
 def state_key(federation_id: int, version: int, sha256: str) -> str:
-    """Return the key of what a method keeps beside the values, if anything."""
+    """Return the key of a method's own state of a model."""
     return f"{federation_id}/models/{version:09d}.state.{sha256}.safetensors"
 
 
 def file_key(federation_id: int, sha256: str) -> str:
-    """Return the key of a file of the model, whose digest the federation's manifest names."""
+    """Return the key of a file in the federation's manifest."""
     return f"{federation_id}/files/{sha256}"
 
 
 def file_keys(federation: Federation, manifest: Manifest) -> set[str]:
-    """Return the keys of the files that a federation's manifest names, and of those that are to take their place."""
+    """Return the keys of all files in a federation's manifest and in its replacement."""
     replacement = federation.replacement
     manifests = [manifest, *([] if replacement is None else [Manifest.model_validate_json(replacement)])]
     return {file_key(federation.id, digest) for each in manifests for digest in each.files.values()}
 
 
 def record_publication(federation: Federation, published: Published) -> None:
-    """Name the publication of a federation's model in its records."""
+    """Record the publication of a federation's model."""
     federation.publication = published.model_dump_json()
     federation.publisher = published.publication.publisher
     federation.publication_sha256 = published.publication.digest
 
 
 def carry_out_replacement(federation: Federation) -> None:
-    """Have the new version of the model that waits take the place of the one before; between rounds."""
+    """Replace the manifest by the waiting new version, between rounds."""
     if federation.replacement is not None:
-        federation.manifest, federation.replacement = federation.replacement, None
+        federation.manifest = federation.replacement
+        federation.replacement = None
         federation.replacements += 1
         if federation.replacement_publication is not None:
             record_publication(federation, Published.model_validate_json(federation.replacement_publication))
             federation.replacement_publication = None
-        log.warning("%s: the graphs of its model are replaced", federation.name)
+        log.warning("%s: replaced the graphs of its model", federation.name)
 
 
 def _version_in(key: str) -> int:

@@ -1,7 +1,7 @@
-"""Evaluation of the global model on an operator's test data, by ONNX Runtime, without torch.
+"""Evaluation of the global model on an operator's test data with ONNX Runtime, without torch.
 
-The graph comes from whoever published the model. It runs in a process of its own (``sparrow.limited``): one that runs
-on without end, takes all memory or crashes costs an error, and not the coordinator.
+The published graph is not trusted and runs in a process of its own (``sparrow.limited``), so an endless, huge or
+crashing model only causes an error.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sparrow.protocol.preparation import RAW_TYPES
 from ..errors import BadContent, Unavailable
 
 CHUNK = 256
-"""Most samples run at a time."""
+"""Most samples per run."""
 MEMORY = 4 * 2**30
-"""Bytes of address space that an evaluation may take, besides ``COPIES`` of the model and of the test file."""
+"""Address space of an evaluation, bytes, besides ``COPIES`` of the model and the test file."""
 COPIES = 8
 
 _TYPES = {"tensor(float)": "float32", **{f"tensor({kind})": kind for kind in RAW_TYPES}}
@@ -35,22 +35,23 @@ def evaluate(
 ) -> Evaluation:
     """Return the mean cross-entropy and accuracy of an ONNX model on a test file.
 
-    skeleton: the graph that the model was filled from. body: a safetensors file of ``inputs`` [N, ...] as the model
-    takes them, raw samples if it has its preparation in front, and ``targets`` [N], classes. seconds: until the
-    evaluation is ended. stop: ends it early.
+    skeleton: the graph that the model was filled from. body: a safetensors file of ``inputs`` [N, ...], raw if the
+    model includes its preparation, and classes ``targets`` [N]. seconds: time limit. stop: ends it early.
 
-    Raises BadContent if the file is not that, for a model whose outputs are no scores of classes, and for one that
-    cannot be run within the limits; Unavailable if it was stopped.
+    Raises BadContent for an invalid file, a model that does not output class scores, or one that exceeds the limits;
+    Unavailable if it was stopped.
     """
     if len(manifest.output_shape) != 1:
-        raise BadContent(f"the model answers {manifest.output_shape} for a sample; only classes can be judged here")
+        raise BadContent(
+            f"the model's output for a sample is {manifest.output_shape}; only classifications can be evaluated here"
+        )
     parts = {"model": model, "skeleton": skeleton, "manifest": manifest.text.encode(), "test": body}
     request = checkpoint.save({name: np.frombuffer(part, np.uint8) for name, part in parts.items()})
     memory = MEMORY + COPIES * (len(model) + len(body))
     try:
         answered = json.loads(run_limited(__name__, request, seconds=seconds, memory=memory, stop=stop))
     except Stopped:
-        raise Unavailable("the coordinator is stopping; try again when it has started") from None
+        raise Unavailable("the coordinator is stopping; retry after its restart") from None
     except TookTooLong:
         raise BadContent(
             f"the evaluation takes longer than {seconds:g} s; send fewer samples, or set COORDINATOR_MAX_TEST_SECONDS"
@@ -60,14 +61,14 @@ def evaluate(
             f"the evaluation takes more than {memory:,} bytes of memory; send fewer samples, or publish a smaller model"
         ) from None
     except Crashed as error:
-        raise BadContent(f"the model cannot be run: {error}; publish a sound model") from None
+        raise BadContent(f"the model cannot be run: {error}; publish a working model") from None
     if "refused" in answered:
         raise BadContent(answered["refused"])
     return Evaluation.model_validate(answered)
 
 
 def answer(request: bytes) -> bytes:
-    """Return an ``Evaluation`` as JSON, or why there is none: what the process runs."""
+    """Return an ``Evaluation`` as JSON, or the reason of a refusal: the entry point of the process."""
     from sparrow.graphs.bounds import samples_at_once
     from sparrow.graphs.skeleton import check_skeleton
 
@@ -85,25 +86,28 @@ def _judge(model: bytes, manifest: Manifest, body: bytes, at_once: int) -> Evalu
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors only: its warnings are about its own optimiser
+    # Errors only: the warnings are about the runtime's optimiser.
+    options.log_severity_level = 3
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     (taken,) = session.get_inputs()
     inputs, targets = _read(body, manifest, np.dtype(_TYPES[taken.type]), tuple(taken.shape[1:]))
-    loss, right = 0.0, 0
+    loss = 0.0
+    right = 0
     for start in range(0, len(inputs), at_once):
         (scores,) = session.run(None, {taken.name: inputs[start : start + at_once]})
         classes = targets[start : start + at_once]
         loss += _loss(scores, classes)
         right += int((scores.argmax(axis=1) == classes).sum())
     if not np.isfinite(loss):
-        raise BadContent("inputs: what the model answers to them is not finite; scale them as in training")
+        raise BadContent("inputs: the model's outputs for them are not finite; scale the inputs as in training")
     return Evaluation(num_examples=len(inputs), loss=bounded(loss / len(inputs)), accuracy=right / len(inputs))
 
 
 def _loss(answer: Array, classes: Array) -> float:
-    """Return the sum of the cross-entropies of ``answer`` [N, C], scores, against ``classes`` [N]."""
+    """Return the sum of the cross-entropies of the scores ``answer`` [N, C] for ``classes`` [N]."""
     scores = np.asarray(answer, dtype=np.float64)
-    with np.errstate(invalid="ignore"):  # of infinite scores
+    # Scores may be infinite.
+    with np.errstate(invalid="ignore"):
         highest = scores.max(axis=1)
         total = highest + np.log(np.exp(scores - highest[:, None]).sum(axis=1))
         return float((total - scores[np.arange(len(classes)), classes]).sum())
@@ -112,11 +116,12 @@ def _loss(answer: Array, classes: Array) -> float:
 def _read(body: bytes, manifest: Manifest, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> tuple[Array, Array]:
     try:
         tensors, _ = checkpoint.load(body)
-        inputs, targets = tensors["inputs"], tensors["targets"]
+        inputs = tensors["inputs"]
+        targets = tensors["targets"]
     except BundleError as error:
         raise BadContent(str(error)) from None
     except KeyError as missing:
-        raise BadContent(f"the test file lacks {missing}; it holds inputs and targets, one of each a sample") from None
+        raise BadContent(f"the test file lacks {missing}; give inputs and targets, one of each per sample") from None
     if inputs.shape[1:] != shape or inputs.dtype != dtype:
         scaled = ", scaled as in training" if manifest.preparation is None or manifest.preparation.own else ", raw"
         raise BadContent(
@@ -127,10 +132,10 @@ def _read(body: bytes, manifest: Manifest, dtype: np.dtype[np.generic], shape: t
         raise BadContent("inputs: a value is not finite; leave such samples out")
     classes = manifest.output_shape[0]
     if targets.shape != (len(inputs),) or len(inputs) == 0 or targets.dtype.kind not in "iu":
-        raise BadContent(f"targets: {targets.dtype} {targets.shape}; give one whole number for each of the inputs")
+        raise BadContent(f"targets: {targets.dtype} {targets.shape}; give one integer per input")
     labels = targets.astype(np.intp)
     beyond = labels[(labels < 0) | (labels >= classes)]
     if len(beyond):
         named = ", ".join(map(str, np.unique(beyond)[:5]))
-        raise BadContent(f"targets: {len(beyond)} of them are no class from 0 to {classes - 1}, such as {named}")
+        raise BadContent(f"targets: {len(beyond)} of them are not classes from 0 to {classes - 1}, such as {named}")
     return inputs, labels

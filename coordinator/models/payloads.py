@@ -1,7 +1,7 @@
-"""A cache of payloads: each is packed once for all devices that ask for it.
+"""Cache of payloads, each packed once for all devices that request it.
 
-A device asks twice (size and digest first, then the bytes), a broken download asks again, and where a round's devices
-are all sent the same they ask at the same moment: the first packs it, the others wait for that.
+A device asks twice (size and digest, then the bytes), a broken download asks again, and devices with equal payloads ask
+at the same time: the first call packs it, the others wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 PAYLOAD_CACHE_BYTES = 64 * 1024 * 1024
 
 Key = tuple[int, int, Hashable]
-"""Federation, version of its model, and what else a payload depends on."""
+"""Federation, model version, and everything else that the payload depends on."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Payloads:
         self._lock = threading.Lock()
 
     def get(self, key: Key, pack: Callable[[], bytes]) -> Packed:
-        """Return the payload of this key; ``pack`` makes it if nobody has. Raises the errors of ``pack``."""
+        """Return the payload of this key, made by ``pack`` if it is not cached. Raises the errors of ``pack``."""
         with self._lock:
             packed = self._packed.get(key)
             if packed is not None:
                 self._packed.move_to_end(key)
             else:
-                # Before the new one: hardly anybody is still asked about an older model.
+                # Payloads of older models are rarely needed any more.
                 for old in [old for old in self._packed if old[0] == key[0] and old[1] < key[1]]:
                     del self._packed[old]
                 mine = self._packed[key] = Future()
@@ -51,7 +51,8 @@ class Payloads:
             body = pack()
         except BaseException as error:
             with self._lock:
-                if self._packed.get(key) is mine:  # the next caller may succeed
+                # The next caller may succeed.
+                if self._packed.get(key) is mine:
                     del self._packed[key]
             mine.set_exception(error)
             raise

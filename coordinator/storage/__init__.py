@@ -1,1 +1,1 @@
-"""The coordinator's storage: records in a database, models and updates as blobs in a folder."""
+"""The coordinator's storage: records in a database, models and updates as blobs."""

@@ -1,12 +1,11 @@
-"""Models, graphs, masks and updates by key, in a folder or elsewhere, each checked before its bytes are used.
+"""Models, graphs, masks and updates by key, in a folder or in object storage, verified at each read.
 
-A key names its content: ``3/models/000000012.SHA256.safetensors``, ``3/updates/ASSIGNMENT.SHA256``,
-``3/masks/SHA256``. So a blob never changes under its key, and what is read is compared with the key: one that was
-changed, cut off, or exchanged for another raises ``errors.Damaged``. That is logged once, and the coordinator is not
-ready until the blob is whole again.
+A key contains the digest of its content: ``3/models/000000012.SHA256.safetensors``, ``3/updates/ASSIGNMENT.SHA256``,
+``3/masks/SHA256``. So a blob never changes under its key, and a changed, truncated or exchanged blob raises
+``errors.Damaged``. This is logged once, and the coordinator is not ready until the blob is intact.
 
-``write`` and ``settle`` are the two halves of ``put``, so that many writers share what making names durable costs. A
-blob is there whole or not at all.
+``put`` is ``write`` followed by ``settle``; separate calls let many writers share the cost of making names durable. A
+blob exists completely or not at all.
 """
 
 from __future__ import annotations
@@ -28,17 +27,18 @@ from .failing import Troubles
 
 PARTIAL = ".partial"
 MAP_WHOLE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-"""A file's pages are mapped at once, where the system can: each that is met by itself is an interrupt."""
-FOLDER_MODE, FILE_MODE = 0o700, 0o600
-"""What the coordinator keeps is for its own user alone."""
+"""Map all pages at once if the system can: otherwise each first access is an interrupt."""
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+"""Only the coordinator's user may read its files."""
 
 _DIGEST = re.compile(r"(?:^|[./])([0-9a-f]{64})(?:\.[a-z]+)?$")
 
 
 class Blobs(ABC):
-    """The place where blobs are kept.
+    """Storage of blobs.
 
-    All methods raise ``errors.Unavailable`` (``errors.DiskFull``) when the storage does not work.
+    All methods raise ``errors.Unavailable`` (``errors.DiskFull``) if the storage fails.
     """
 
     def __init__(self, troubles: Troubles | None = None) -> None:
@@ -46,10 +46,10 @@ class Blobs(ABC):
 
     @abstractmethod
     def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
-        """Store ``data`` under ``key``, replacing the former blob; durable once ``settle`` was called with the key.
+        """Store ``data`` under ``key``, replacing a former blob; durable after ``settle``.
 
-        file: one of this machine that holds the same and is not written any more, where there is one: it need not be
-        written again. It may be removed at any moment.
+        file: a local file with the same content that does not change any more, which may save a copy. It may be removed
+        at any time.
         """
 
     @abstractmethod
@@ -57,15 +57,15 @@ class Blobs(ABC):
         """Make the blobs written under these keys durable."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Store ``data`` durably under ``key``, replacing the former blob."""
+        """Store ``data`` durably under ``key``, replacing a former blob."""
         self.write(key, data)
         self.settle([key])
 
     def load(self, key: str, *, needed: bool = True) -> memoryview:
-        """Return the blob's bytes, compared with its key, at the least cost for many large ones in turn.
+        """Return a verified blob without an extra copy.
 
-        Raises Damaged where it is not what the key names, or missing; where it is missing and not ``needed``,
-        FileNotFoundError.
+        Raises Damaged if the blob is missing or does not match its key; FileNotFoundError if it is missing and not
+        ``needed``.
         """
         wanted = digest_of(key)
         try:
@@ -80,26 +80,26 @@ class Blobs(ABC):
         return data
 
     def get(self, key: str, *, needed: bool = True) -> bytes:
-        """Return the blob's bytes as ``load`` does, as an object of their own."""
+        """Return a verified blob like ``load``, as bytes."""
         return bytes(self.load(key, needed=needed))
 
     @abstractmethod
     def _read(self, key: str) -> memoryview:
-        """Return the blob's bytes as they are. Raises FileNotFoundError."""
+        """Return a blob's bytes, unverified. Raises FileNotFoundError."""
 
     def delete(self, key: str) -> None:
-        """Remove a blob, if it is there."""
+        """Remove a blob, if it exists."""
         self._remove(key)
         self._troubles.forget([key])
 
     @abstractmethod
     def _remove(self, key: str) -> None:
-        """Remove a blob, if it is there."""
+        """Remove a blob, if it exists."""
 
     def retain(self, prefix: str, keep: Iterable[str], found: Iterable[str] | None = None) -> None:
-        """Remove the blobs in the folder ``prefix`` but those to keep; nobody needs the others any more.
+        """Remove the blobs in the folder ``prefix`` except those to keep.
 
-        found: those that were there before it was known which to keep, where others may have written since.
+        found: the keys listed before ``keep`` was determined, if others may have written since.
         """
         keep = set(keep)
         for key in self.keys(prefix) if found is None else found:
@@ -111,19 +111,19 @@ class Blobs(ABC):
 
     @abstractmethod
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Return the keys in the folder ``prefix``, sorted, and the bytes of each."""
+        """Return the sizes in bytes of the blobs in the folder ``prefix``, sorted by key."""
 
     def keys(self, prefix: str) -> list[str]:
-        """Return the keys in the folder ``prefix``, sorted."""
+        """Return the sorted keys in the folder ``prefix``."""
         return list(self.sizes(prefix))
 
     @abstractmethod
     def clean(self) -> None:
-        """Remove partial blobs of calls that a kill cut off. Only for a process that has the storage to itself."""
+        """Remove partial blobs of killed processes. Only for a process with exclusive use of the storage."""
 
 
 def digest_of(key: str) -> str:
-    """Return the SHA-256 that a blob's key names. Raises ValueError for a key without one."""
+    """Return the SHA-256 in a blob's key. Raises ValueError for a key without one."""
     found = _DIGEST.search(key)
     if found is None:
         raise ValueError(f"{key} does not name the SHA-256 of its content")
@@ -133,8 +133,8 @@ def digest_of(key: str) -> str:
 class FolderBlobs(Blobs):
     """Blobs as files in ``root``.
 
-    A blob is written under a temporary name, flushed to the disk and renamed; then the folder is flushed, too.
-    A partial file at start-up is from an unacknowledged call and is removed.
+    A blob is written under a temporary name, flushed and renamed; then the folder is flushed. Partial files at start
+    belong to unacknowledged calls and are removed.
     """
 
     def __init__(self, root: Path, troubles: Troubles | None = None) -> None:
@@ -143,12 +143,12 @@ class FolderBlobs(Blobs):
         make_folder(root)
 
     def clean(self) -> None:
-        """Remove partial blobs of calls that a kill cut off. Only for a process that has the folder to itself."""
+        """Remove partial blobs of killed processes. Only for a process with exclusive use of the folder."""
         for partial in self._root.rglob(f"*{PARTIAL}"):
             partial.unlink()
 
     def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
-        """Store ``data`` under ``key``: flushed, but for its name, which ``settle`` makes durable."""
+        """Write and flush ``data``; ``settle`` makes the name durable."""
         path = self._root / key
         partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PARTIAL}")
         with self._troubles.of_blobs(len(data)):
@@ -163,7 +163,7 @@ class FolderBlobs(Blobs):
                     flush(partial)
                 partial.replace(path)
             finally:
-                # Of two names of one file, which the same update gets that comes again, replace() leaves both.
+                # If both names are links to one file (a repeated update), replace() leaves both.
                 partial.unlink(missing_ok=True)
 
     def settle(self, keys: Iterable[str]) -> None:
@@ -181,19 +181,21 @@ class FolderBlobs(Blobs):
             (self._root / key).unlink(missing_ok=True)
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Return the keys in the folder ``prefix``, sorted, and the bytes of each."""
-        folder, found = self._root / prefix, {}
+        """Return the sizes in bytes of the blobs in the folder ``prefix``, sorted by key."""
+        folder = self._root / prefix
+        found = {}
         if not folder.is_dir():
             return {}
         with self._troubles.of_blobs():
             for path in sorted(folder.iterdir()):
-                with suppress(FileNotFoundError):  # deleted meanwhile
+                # A file may be deleted meanwhile.
+                with suppress(FileNotFoundError):
                     if path.suffix != PARTIAL:
                         found[str(path.relative_to(self._root))] = path.stat().st_size
         return found
 
     def keys(self, prefix: str) -> list[str]:
-        """Return the keys in the folder ``prefix``, sorted."""
+        """Return the sorted keys in the folder ``prefix``."""
         with self._troubles.of_blobs(), suppress(FileNotFoundError):
             names = os.listdir(self._root / prefix)
             return sorted(f"{prefix}/{name}" for name in names if not name.endswith(PARTIAL))
@@ -201,7 +203,7 @@ class FolderBlobs(Blobs):
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, so that a power cut takes none of them."""
+    """Make a folder and its parents durably."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -210,7 +212,7 @@ def make_folder(folder: Path) -> None:
 
 
 def private(path: str | Path, flags: int) -> int:
-    """Open a file that nobody else may read, and that is no link: the ``opener`` of ``open``."""
+    """Open a file that only its owner may read, and that is not a link: an ``opener`` for ``open``."""
     return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
 
 
@@ -222,20 +224,21 @@ def flush_folder(folder: Path) -> None:
 def read_file(path: Path) -> memoryview:
     """Return a file's bytes in an array's memory.
 
-    numpy gets it from the system in huge pages: in small ones, that takes three times as long as reading."""
+    numpy allocates huge pages; with small ones, allocation takes three times as long as reading.
+    """
     with path.open("rb", buffering=0) as file:
         data = np.empty(os.fstat(file.fileno()).st_size, dtype=np.uint8).data
         read = 0
         while read < len(data):
             got = file.readinto(data[read:])
             if not got:
-                raise OSError(errno.EIO, "the file has become shorter while it was read", str(path))
+                raise OSError(errno.EIO, "the file was truncated while it was read", str(path))
             read += got
     return data
 
 
 def map_file(path: Path) -> memoryview:
-    """Return the bytes of a file that was just written, and that nobody changes: no copy, and no reading either."""
+    """Map a file that was just written and does not change any more, without reading or copying it."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         return memoryview(mmap.mmap(file.fileno(), size, MAP_WHOLE, mmap.PROT_READ) if size else b"")
@@ -251,10 +254,10 @@ def flush(path: Path) -> None:
 
 
 def _link(file: Path, path: Path) -> bool:
-    """Give a file another name; return whether that is possible.
+    """Create a hard link; return False if that is not possible.
 
-    It is not across file systems, not on all of them, and not if another copy of the call was faster and its part has
-    been removed."""
+    It fails across file systems, on some file systems, and if a copy of the call was faster and has removed the file.
+    """
     try:
         os.link(file, path)
     except FileNotFoundError:

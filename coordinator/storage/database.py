@@ -1,4 +1,4 @@
-"""Opens the records' database and brings its tables up to date."""
+"""Opens the records' database and migrates its tables."""
 
 from __future__ import annotations
 
@@ -36,35 +36,36 @@ from .tables import Base, Federation
 log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 5
-"""How long a call waits for a lock that another program holds, such as somebody's sqlite3 or psql. Its thread and
-connection serve nobody else meanwhile, and its caller comes again anyway."""
+"""Longest wait for a lock of another program, such as sqlite3 or psql. The call's thread and connection are blocked
+meanwhile, and its caller retries anyway."""
 IDLE_SECONDS = 10
-"""PostgreSQL ends a transaction whose process has been silent for so long: it may have been stopped in its turn to
-write. Ours compute for milliseconds between two statements, and store nothing elsewhere."""
+"""Idle time after which PostgreSQL ends a transaction, whose process may be stopped in its turn to write. The
+coordinator computes only for milliseconds between two statements."""
 STATEMENT_SECONDS = 30
-"""The longest that a statement may take in PostgreSQL, waiting for locks included."""
+"""Time limit of a statement in PostgreSQL, including waits for locks."""
 LARGEST_WAL = 16 * 1024 * 1024
 CONNECTIONS = 10
-"""Kept open between calls, the last used first: to make one takes longer than most calls need it."""
+"""Connections kept open, last used first: opening one takes longer than most calls."""
 PIECE = 1024 * 1024
 WRITING = {"writing": True}
-"""Execution options of an engine whose transactions write."""
+"""Execution options of an engine for write transactions."""
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 REVISION = Table(
-    *("alembic_version", MetaData(), Column("version_num", String(32), nullable=False)),
+    "alembic_version",
+    MetaData(),
+    Column("version_num", String(32), nullable=False),
     PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
 )
-"""Alembic's own table, as it would make it."""
+"""Alembic's table, as Alembic creates it."""
 
 POSTGRESQL = ("postgresql", "postgresql+psycopg")
 
 
 def open_database(where: Path | str) -> Engine:
-    """Open the database at ``where``, set up not to lose a commit, and apply the migrations that are missing.
+    """Open the database, configured to lose no commit, and apply missing migrations.
 
-    where: the path of a SQLite file, or the URL of a PostgreSQL database. Raises BadStorage, DamagedRecords,
-    NewerRecords.
+    where: path of a SQLite file, or URL of a PostgreSQL database. Raises BadStorage, DamagedRecords, NewerRecords.
     """
     if isinstance(where, Path):
         check_sqlite(where)
@@ -78,9 +79,10 @@ def open_database(where: Path | str) -> Engine:
 
 
 def seal(path: Path) -> None:
-    """Write down the SHA-256 of a SQLite file that nobody has open any more, so that damage is found when it is opened.
+    """Store the SHA-256 of a closed SQLite file, so that damage is found when it is opened again.
 
-    SQLite itself finds damaged pages, and not a changed value in one."""
+    SQLite detects damaged pages, but not a changed value.
+    """
     if path.exists() and not _wal_of(path).exists():
         digest = _sha256(path)
         with open(_seal_of(path), "w", opener=private) as file:
@@ -88,19 +90,22 @@ def seal(path: Path) -> None:
 
 
 def check_sqlite(path: Path) -> None:
-    """Make an empty database that nobody else may read, or check one. Raises DamagedRecords.
+    """Create an empty private database, or check an existing one. Raises DamagedRecords.
 
-    Its pages are looked through, and, where it was sealed and not written since, it is compared with its digest."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, FILE_MODE))  # SQLite gives its other files the same mode
+    Its pages are checked; if it was sealed, it is also compared with its digest.
+    """
+    # SQLite gives its other files the same mode.
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, FILE_MODE))
     sealed = _seal_of(path)
     if sealed.exists():
         if _wal_of(path).exists() or sealed.read_bytes() != _sha256(path).encode():
             raise DamagedRecords(
                 f"{path} is damaged: it is not as the coordinator left it; move the data folder away, and restore a "
-                f"backup (sparrow restore); if it was you who changed it, remove {sealed}"
+                f"backup (sparrow restore); if you changed it yourself, remove {sealed}"
             )
         sealed.unlink()
-        flush_folder(path.parent)  # before anything is written that it does not know
+        # The seal must be gone before anything is written.
+        flush_folder(path.parent)
     try:
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA cell_size_check=ON")
@@ -133,19 +138,20 @@ def _wal_of(path: Path) -> Path:
 
 
 def connect(where: Path | str) -> Engine:
-    """Return an engine for the database at ``where``, as it is. Raises BadStorage."""
+    """Return an engine for the database, without migrations. Raises BadStorage."""
     return _sqlite(where) if isinstance(where, Path) else _postgresql(where)
 
 
 def migrate(engine: Engine) -> None:
-    """Migrate the tables to the newest revision: make them if there are none, else apply what is missing.
+    """Create the tables, or migrate them to the newest revision.
 
-    Alembic, which takes 10 MB for as long as the process lives, is imported only for the latter.
+    Alembic takes 10 MB of memory for good, so it is imported only for migrations.
     """
     with engine.connect() as connection:
-        if engine.dialect.name == "postgresql":  # processes that start together take turns, and look only then
+        if engine.dialect.name == "postgresql":
+            # Processes that start together take turns, and must see the former one's changes.
             connection = connection.execution_options(isolation_level="READ COMMITTED")
-            # Who comes up may have much to do.
+            # A migration may take long.
             connection.execute(text("SET LOCAL lock_timeout = 0; SET LOCAL statement_timeout = 0"))
             connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('sparrow tables'))"))
         known = inspect(connection).has_table(REVISION.name)
@@ -159,21 +165,21 @@ def migrate(engine: Engine) -> None:
             check_revision(connection)
             _upgrade(connection)
         if engine.dialect.name == "postgresql" and connection.scalar(text("SHOW fsync")) == "off":
-            log.warning("the PostgreSQL server runs with fsync=off: a power cut may lose what was acknowledged")
+            log.warning("the PostgreSQL server runs with fsync=off: a power cut may lose acknowledged updates")
 
 
 def check_revision(connection: Connection) -> None:
-    """Raise NewerRecords where the tables are of a later revision than this code knows."""
+    """Raise NewerRecords if the tables are of a later revision than this code knows."""
     revision = str(connection.scalar(select(REVISION.c.version_num)) or "")
     if revision > newest_revision():
         raise NewerRecords(
             f"the records are of a newer version of Sparrow (tables {revision}, this one knows {newest_revision()}); "
-            f"install that version, or restore a backup of before (sparrow restore)"
+            f"install that version, or restore an earlier backup (sparrow restore)"
         )
 
 
 def newest_revision() -> str:
-    """Return the revision that the tables of this code have, from the name of its migration."""
+    """Return the revision of this code's tables, from the name of the last migration."""
     return max(path.name for path in (MIGRATIONS / "versions").glob("[0-9]*_*.py")).partition("_")[0]
 
 
@@ -204,9 +210,10 @@ def _sqlite(path: Path) -> Engine:
 
 
 def _read_json(text: str) -> Any:
-    """Return the value of a JSON column; None for damaged text, which is a fault of its own row alone.
+    """Return the value of a JSON column, or None for damaged text, so that damage is limited to its row.
 
-    PostgreSQL checks such columns itself."""
+    PostgreSQL checks such columns itself.
+    """
     try:
         return json.loads(text)
     except ValueError:
@@ -217,24 +224,24 @@ def _postgresql(address: str) -> Engine:
     try:
         url = make_url(address)
     except ArgumentError:
-        url = None  # no word of it in the message: it may hold a password
+        # The message must not quote the URL, which may contain a password.
+        url = None
     if url is None or url.drivername not in POSTGRESQL:
         raise BadStorage(
-            "the database's URL is not PostgreSQL's; write postgresql://USER:PASSWORD@HOST/DATABASE, or leave it out "
-            "to keep the records in SQLite in the data folder"
+            "COORDINATOR_DATABASE_URL is not a PostgreSQL URL; set postgresql://USER:PASSWORD@HOST/DATABASE, or unset "
+            "it to keep the records in SQLite"
         )
     try:
         return create_engine(
             url.set(drivername="postgresql+psycopg"),
-            # As with SQLite: a transaction sees the records as they were when it began.
+            # As with SQLite, a transaction sees the records as of its beginning.
             isolation_level="REPEATABLE READ",
             connect_args={
-                # A commit that was acknowledged is on the disk, whatever the server's own default is.
-                # Nobody waits for long: neither for a process that stands still in the middle of a transaction, nor for
-                # somebody's lock on a table.
+                # An acknowledged commit is on the disk, whatever the server's default is. The limits end waits for a
+                # stopped process's transaction and for other programs' locks.
                 "options": f"-c synchronous_commit=on -c idle_in_transaction_session_timeout={IDLE_SECONDS}s "
                 f"-c lock_timeout={BUSY_SECONDS}s -c statement_timeout={STATEMENT_SECONDS}s",
-                # Writers take turns: none may wait for minutes on a machine that has gone without a word.
+                # Writers take turns, so none may wait for minutes for a machine that disappeared.
                 "connect_timeout": 5,
                 "tcp_user_timeout": 10_000,
                 "keepalives_idle": 10,
@@ -244,33 +251,35 @@ def _postgresql(address: str) -> Engine:
             pool_size=CONNECTIONS,
             pool_timeout=BUSY_SECONDS,
             pool_use_lifo=True,
-            pool_pre_ping=True,  # a connection that a restart of the server broke is replaced, not used
+            # Replace connections that a restart of the server broke.
+            pool_pre_ping=True,
         )
     except ModuleNotFoundError as error:
         raise BadStorage("records in PostgreSQL need psycopg: pip install 'sparrow-fl[postgresql]'") from error
 
 
 def _begin(connection: Connection) -> None:
-    # IMMEDIATE: one that read first and then met another process's write could not be made to write any more.
+    # IMMEDIATE: a transaction that reads first cannot write any more after another process's write.
     if connection.get_execution_options().get("writing"):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
-    else:  # takes no lock, so it cannot fail: SQLAlchemy would take longer to hand it on than for the query after it
+    else:
+        # It takes no lock and cannot fail; through SQLAlchemy it would take longer than the following query.
         cast(sqlite3.Connection, connection.connection.driver_connection).execute("BEGIN")
 
 
 def _prepare(connection: Any, _: object) -> None:
-    # Python's driver would begin transactions itself, and not before CREATE TABLE: a migration that dies half way would
-    # leave half its tables. With its own beginnings off and ours on, a migration is there as a whole or not at all.
+    # Python's driver begins transactions itself, but not before CREATE TABLE, so an interrupted migration would leave
+    # half of its tables. With explicit BEGIN, a migration is applied as a whole or not at all.
     connection.isolation_level = None
     cursor = connection.cursor()
-    # WAL: readers do not block writers, and a commit is one flush of one file.
+    # With WAL, readers do not block writers, and a commit is one flush of one file.
     cursor.execute("PRAGMA journal_mode=WAL")
-    # FULL: in WAL mode the default, NORMAL, may lose the last commits in a power cut, and those were acknowledged.
+    # In WAL mode NORMAL may lose the last commits in a power cut, although they were acknowledged.
     cursor.execute("PRAGMA synchronous=FULL")
-    # A long look, such as a backup, makes the WAL grow: afterwards it is cut to this again, and the disk gets it back.
+    # A long read, such as a backup, makes the WAL grow; this truncates it afterwards.
     cursor.execute(f"PRAGMA journal_size_limit={LARGEST_WAL}")
-    # A page is looked at before it is used, so that a damaged one is an error.
+    # Check each page before use, so that damage raises an error.
     cursor.execute("PRAGMA cell_size_check=ON")
-    # No mmap_size: through mapped pages a failing disk is a SIGBUS, which ends the process, and not an error.
+    # mmap_size stays unset: a failing disk under mapped pages ends the process with SIGBUS.
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()

@@ -1,8 +1,8 @@
-"""Failures of storage: told apart from faults of our own, and logged once.
+"""Failures of storage, distinguished from programming errors and logged once.
 
-The disk is full, the database has gone, the object store does not answer: such a failure passes by itself or when an
-operator mends it, so callers are told to come again (``errors.Unavailable``, ``errors.DiskFull``), and the coordinator
-goes on. The log has one line when it begins and one when it is over, however many calls it met.
+A full disk, a lost database or an unreachable object store is temporary or repaired by an operator. So callers are
+asked to retry (``errors.Unavailable``, ``errors.DiskFull``), and the coordinator continues. The log has one line at the
+beginning and one at the end of a failure.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ from ..errors import Damaged, DiskFull, Unavailable
 
 log = logging.getLogger(__name__)
 
-RECORDS, BLOBS = "records", "blobs"
+RECORDS = "records"
+BLOBS = "blobs"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-DISK_FULL_STATE, LOCKED_STATE = "53100", "55P03"  # PostgreSQL's SQLSTATEs
+DISK_FULL_STATE = "53100"
+"""PostgreSQL's SQLSTATE disk_full."""
+LOCKED_STATE = "55P03"
+"""PostgreSQL's SQLSTATE lock_not_available."""
 DAMAGE_STATES = ("XX001", "XX002")
 """PostgreSQL's SQLSTATEs data_corrupted and index_corrupted."""
 SQLITE_DAMAGE = ("database disk image is malformed", "file is not a database")
-DAMAGED_RECORDS = "the coordinator's records are damaged; try again when its operator has restored them"
+DAMAGED_RECORDS = "the coordinator's records are damaged; retry after its operator has restored them"
 SQLITE_NEEDS = 64 * 1024
-"""Free bytes below which SQLite cannot even begin to write: then it calls its I/O broken, not the disk full."""
+"""Free bytes below which SQLite cannot begin to write, and reports an I/O error instead of a full disk."""
 
 
 class Troubles:
-    """The failures that last: of ``records`` and of ``blobs``, and which of them is damaged."""
+    """Current failures of ``records`` and ``blobs``, and damaged files."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +47,7 @@ class Troubles:
         self._damaged: dict[str, str] = {}
 
     def begin(self, what: str, error: Unavailable, size: int, cause: BaseException) -> None:
-        """Note that a call with ``size`` bytes to write has failed."""
+        """Note a failed call that had ``size`` bytes to write."""
         with self._lock:
             known = self._found.get(what)
             largest = max(size, known[1]) if known else size
@@ -52,27 +56,30 @@ class Troubles:
             log.error("%s: %s (%s: %s)", what, error, type(cause).__name__, cause)
 
     def end(self, what: str, size: int) -> None:
-        """Note that a write of ``size`` bytes succeeded. A smaller one than has failed proves nothing: it may fit."""
-        if what not in self._found:  # the usual case, without a lock
+        """Note a successful write of ``size`` bytes. A write smaller than the failed one proves nothing, since it may
+        fit.
+        """
+        # The usual case needs no lock.
+        if what not in self._found:
             return
         with self._lock:
             if what not in self._found or size < self._found[what][1]:
                 return
             del self._found[what]
-        log.warning("%s: written again; going on", what)
+        log.warning("%s: writing works again", what)
 
     def check(self) -> None:
-        """Raise the Unavailable of a failure that lasts, without trying again."""
+        """Raise the error of a lasting failure, without a new attempt."""
         for error, _ in list(self._found.values()):
             raise error
 
     def size(self, what: str) -> int | None:
-        """Return the largest number of bytes whose writing failed; None if all is well."""
+        """Return the largest size of a failed write, or None without a failure."""
         known = self._found.get(what)
         return None if known is None else known[1]
 
     def damaged(self, key: str, how: str) -> Damaged:
-        """Note ``how`` a blob, or the ``records``, is damaged, or that it is missing; return the error to raise."""
+        """Note ``how`` a blob or the ``records`` are damaged; return the error to raise."""
         with self._lock:
             known = key in self._damaged
             self._damaged[key] = how
@@ -81,23 +88,23 @@ class Troubles:
         return Damaged(key)
 
     def whole(self, key: str) -> None:
-        """Note that a blob is what it should be."""
+        """Note that a blob is intact."""
         if key in self._damaged:
             self._damaged.pop(key, None)
-            log.warning("storage: %s is whole again; going on", key)
+            log.warning("storage: %s is intact again", key)
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Note that nobody needs these blobs any more."""
+        """Note that these blobs are not needed any more."""
         for key in list(keys):
             self._damaged.pop(key, None)
 
     def damages(self) -> dict[str, str]:
-        """Return what is damaged, by key, or by the name of the database, and how."""
+        """Return the kind of damage by key, or by ``records``."""
         return dict(self._damaged)
 
     @contextmanager
     def of_records(self, *, writes: bool) -> Iterator[None]:
-        """Translate the errors of a transaction."""
+        """Context manager: translate the errors of a transaction."""
         try:
             yield
         except (DBAPIError, NoConnectionLeft) as error:
@@ -106,7 +113,8 @@ class Troubles:
                 raise Unavailable(DAMAGED_RECORDS) from error
             ended = isinstance(error, DBAPIError) and error.connection_invalidated
             if not ended and not isinstance(error, (OperationalError, InterfaceError, NoConnectionLeft)):
-                raise  # a statement of ours is wrong
+                # A wrong statement is a programming error.
+                raise
             unavailable = of_database(error)
             self.begin(RECORDS, unavailable, 0, getattr(error, "orig", None) or error)
             raise unavailable from error
@@ -115,7 +123,7 @@ class Troubles:
 
     @contextmanager
     def of_blobs(self, size: int | None = None) -> Iterator[None]:
-        """Translate errors of work on files; ``size``: the bytes it writes. A missing file is no such failure."""
+        """Context manager: translate errors of file operations, except FileNotFoundError. size: bytes to write."""
         try:
             yield
         except FileNotFoundError:
@@ -130,41 +138,41 @@ class Troubles:
 
 def _of_disk(error: OSError) -> Unavailable:
     if error.errno in NO_ROOM:
-        return DiskFull("the coordinator's disk is full; it takes this again when its operator has made room")
-    return Unavailable("the coordinator cannot use its data folder just now; try again, and show its operator the log")
+        return DiskFull("the coordinator's disk is full; retry after its operator has made room")
+    return Unavailable("the coordinator cannot use its data folder at the moment; retry, or ask its operator")
 
 
 def advice(key: str, how: str) -> str:
-    """Return what an operator is told of a blob, or of the records, that is missing or damaged."""
+    """Return the operator's advice for a damaged or missing blob, or for damaged records."""
     if key == RECORDS:
         return (
             f"the records are {how}; stop the coordinator, move its data away, and restore a backup (sparrow restore)"
         )
-    return f"{key} is {how}; bring this file back from a backup"
+    return f"{key} is {how}; restore this file from a backup"
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return whether a database says that its files are damaged: it does not pass by itself."""
+    """Return whether a database reports damaged files, which is a permanent failure."""
     cause = getattr(error, "orig", None) or error
     return str(cause).startswith(SQLITE_DAMAGE) or getattr(cause, "sqlstate", None) in DAMAGE_STATES
 
 
 def of_database(error: SQLAlchemyError | sqlite3.Error) -> Unavailable:
-    """Return the error that callers get of a database that failed: DiskFull, or Unavailable."""
+    """Return the callers' error for a failed database: DiskFull or Unavailable."""
     cause = getattr(error, "orig", None) or error
     full = "database or disk is full" in str(cause) or getattr(cause, "sqlstate", None) == DISK_FULL_STATE
     if full:
-        return DiskFull("the disk of the coordinator's records is full; it goes on when its operator has made room")
+        return DiskFull("the disk of the coordinator's records is full; retry after its operator has made room")
     if "database is locked" in str(cause) or getattr(cause, "sqlstate", None) == LOCKED_STATE:
-        return Unavailable("another program keeps the coordinator's records locked; try again in a while")
-    return Unavailable("the coordinator cannot reach its records just now; try again in a while")
+        return Unavailable("another program keeps the coordinator's records locked; retry later")
+    return Unavailable("the coordinator cannot reach its records at the moment; retry later")
 
 
 @contextmanager
 def database_errors(folder: Path) -> Iterator[None]:
-    """Translate the database's errors within, for the database's own words may hold its address.
+    """Context manager for commands: translate database errors, whose own text may contain the address.
 
-    folder: where SQLite writes. Raises DiskFull, Unavailable.
+    folder: SQLite's folder. Raises DiskFull, Unavailable.
     """
     try:
         yield
@@ -172,4 +180,4 @@ def database_errors(folder: Path) -> Iterator[None]:
         trouble = of_database(error)
         if isinstance(trouble, DiskFull) or (folder.is_dir() and shutil.disk_usage(folder).free < SQLITE_NEEDS):
             raise DiskFull(f"the disk of {folder}, or of the database, is full; make room") from error
-        raise Unavailable(f"the database failed ({type(error).__name__}); is it running?") from error
+        raise Unavailable(f"the database failed ({type(error).__name__}); check that it is running") from error

@@ -1,7 +1,6 @@
-"""Detection of network file systems, where SQLite and durable files cannot be trusted.
+"""Detection of network file systems, which are unsafe for SQLite and durable files.
 
-There a lock may be granted twice, an fsync may be a promise of somebody else's, and SQLite's WAL needs memory that all
-who open it share.
+They may grant a lock twice and acknowledge an fsync early, and SQLite's WAL needs shared memory.
 """
 
 from __future__ import annotations
@@ -23,25 +22,28 @@ NETWORK_FUSE = re.compile(
 
 
 def network_type(folder: Path, mounts: str) -> str | None:
-    """Return the type of the file system that ``folder`` lies on if it is one of a network; None if it is local.
+    """Return the type of the file system of ``folder`` if it is a network's, otherwise None.
 
-    mounts: the text of /proc/self/mountinfo, whose last entry for a path is the one in effect.
+    mounts: the text of /proc/self/mountinfo; the last entry of a path is in effect.
     """
-    found, longest = "", -1
+    found = ""
+    longest = -1
     folder = folder.resolve()
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
-        fields, kinds = before.split(" "), after.split(" ")
+        fields = before.split(" ")
+        kinds = after.split(" ")
         if len(fields) < 5 or not kinds[0]:
             continue
         point = Path(re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), fields[4]))
         if folder.is_relative_to(point) and len(point.parts) >= longest:
-            found, longest = kinds[0], len(point.parts)
+            found = kinds[0]
+            longest = len(point.parts)
     return found if found in NETWORK or NETWORK_FUSE.fullmatch(found) else None
 
 
 def check_local(folder: Path) -> None:
-    """Raise BadStorage for a folder on a network file system, if the system has a list of mounts."""
+    """Raise BadStorage for a folder on a network file system, if the system lists its mounts."""
     try:
         mounts = MOUNTS.read_text(errors="replace")
     except OSError:
@@ -49,7 +51,7 @@ def check_local(folder: Path) -> None:
     kind = network_type(folder, mounts)
     if kind is not None:
         raise BadStorage(
-            f"{folder} lies on a network file system ({kind}), where SQLite and the coordinator's files may be lost or "
-            f"damaged; set COORDINATOR_DATA_DIR to a folder on a local disk, or keep records in PostgreSQL "
+            f"{folder} lies on a network file system ({kind}), which may lose or damage the coordinator's files; set "
+            f"COORDINATOR_DATA_DIR to a folder on a local disk, or keep records in PostgreSQL "
             f"(COORDINATOR_DATABASE_URL) and blobs in object storage (COORDINATOR_BLOBS)"
         )

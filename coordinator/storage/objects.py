@@ -1,8 +1,8 @@
-"""Blobs as objects of S3-compatible storage: AWS, MinIO, Ceph, Garage and kin.
+"""Blobs as objects of S3-compatible storage, such as AWS, MinIO, Ceph and Garage.
 
-``COORDINATOR_BLOBS=s3://BUCKET/PREFIX``; who may, and where, is in the variables that other programs read, too:
-AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL (http:// is taken as given).
-An object that the storage has acknowledged is durable, and replaces the old one as a whole.
+``COORDINATOR_BLOBS=s3://BUCKET/PREFIX``. Credentials and endpoint come from the usual variables AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL (which may be http://). An acknowledged object
+is durable, and replaces the old one as a whole.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ TIMEOUT_SECONDS = 30.0
 
 
 class ObjectBlobs(Blobs):
-    """Blobs as objects of one bucket, under a prefix. Raises BadStorage where it cannot be written.
+    """Blobs as objects of one bucket, under a prefix. Raises BadStorage if it is not writable.
 
-    retries: how often a call that failed for a reason that may pass is tried again, within ``RETRY_SECONDS``.
+    retries: attempts after a temporary failure, within ``RETRY_SECONDS``.
     """
 
     def __init__(self, address: str, troubles: Troubles | None = None, retries: int = RETRIES) -> None:
         found = re.fullmatch(SCHEME + r"([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*?))?/*", address)
         if found is None:
-            raise BadStorage("COORDINATOR_BLOBS: write s3://BUCKET or s3://BUCKET/PREFIX, or leave it out")
+            raise BadStorage("COORDINATOR_BLOBS: set s3://BUCKET or s3://BUCKET/PREFIX, or unset it")
         try:
             import obstore
             from obstore.store import S3Store
@@ -53,23 +53,25 @@ class ObjectBlobs(Blobs):
         self._check()
 
     def _check(self) -> None:
-        """Write once, so that a wrong setting is reported at the start."""
+        """Write an object, so that a wrong setting is reported at the start."""
         try:
             self._calls.put(self._store, "ready", b"ready", use_multipart=False)
         except self._errors as error:
-            said = str(error)
-            if "NoSuchBucket" in said:
+            reported = str(error)
+            if "NoSuchBucket" in reported:
                 advice = f"there is no bucket {self._bucket}: create it, or name another in COORDINATOR_BLOBS"
-            elif re.search(r"\b(401|403)\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|credential", said):
-                advice = "its credentials are wrong, or may not write: look at AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
+            elif re.search(r"\b(401|403)\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|credential", reported):
+                advice = (
+                    "its credentials are wrong or lack write access: check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
+                )
             else:
-                advice = "look at AWS_ENDPOINT_URL and AWS_REGION, and that it runs"
+                advice = "check AWS_ENDPOINT_URL and AWS_REGION, and that it is running"
             raise BadStorage(f"object storage cannot be written; {advice} ({_first_line(error)})") from None
 
     def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
-        """Store ``data`` durably under ``key``, replacing the former blob."""
+        """Store ``data`` durably under ``key``, replacing a former blob."""
         with self._watched(len(data)):
-            # In one request: an upload in parts that is cut off leaves parts behind, which are kept, and cost.
+            # An interrupted multipart upload would leave parts behind, which cost money.
             self._calls.put(self._store, key, data, use_multipart=False)
 
     def settle(self, keys: Iterable[str]) -> None:
@@ -77,14 +79,15 @@ class ObjectBlobs(Blobs):
 
     def _read(self, key: str) -> memoryview:
         with self._watched(missing=True):
-            return memoryview(self._calls.get(self._store, key).bytes())  # in the memory in which they were received
+            # A view avoids a copy.
+            return memoryview(self._calls.get(self._store, key).bytes())
 
     def _remove(self, key: str) -> None:
         with self._watched(missing=True), suppress(FileNotFoundError):
             self._calls.delete(self._store, key)
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Return the keys in the folder ``prefix``, sorted, and the bytes of each."""
+        """Return the sizes in bytes of the blobs in the folder ``prefix``, sorted by key."""
         with self._watched():
             pages = self._calls.list(self._store, prefix.rstrip("/"))
             return dict(sorted((str(each["path"]), int(each["size"])) for page in pages for each in page))
@@ -94,14 +97,14 @@ class ObjectBlobs(Blobs):
 
     @contextmanager
     def _watched(self, size: int | None = None, *, missing: bool = False) -> Iterator[None]:
-        """Translate the errors of a call. ``missing``: a missing object is an answer, not an error."""
+        """Context manager: translate the errors of a call. missing: whether FileNotFoundError is a valid answer."""
         try:
             yield
         except self._errors as error:
             if missing and isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error):
                 raise FileNotFoundError(_first_line(error)) from None
             cause = RuntimeError(_first_line(error))
-            unavailable = Unavailable("the coordinator cannot reach its object storage just now; try again in a while")
+            unavailable = Unavailable("the coordinator cannot reach its object storage at the moment; retry later")
             self._troubles.begin(BLOBS, unavailable, size or 0, cause)
             raise unavailable from cause
         if size is not None:

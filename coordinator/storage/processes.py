@@ -1,17 +1,17 @@
-"""Several coordinator processes on one PostgreSQL database: their presence, their writes, and the moving of rounds.
+"""Several coordinator processes on one PostgreSQL database: presence, writes, and the lease to move rounds.
 
-    there     a shared advisory lock, for as long as a process lives. The first one, which gets it exclusively for a
-              moment, cleans up after killed processes; the others wait for that.
-    writing   one transaction at a time in all processes: each locks a table before it looks at anything, so it sees
-              all that was written before it.
-    moving    one process opens, folds and closes rounds: the holder of the lease (``tables.Lease``), which it renews
-              every ``BEAT_SECONDS``. Killed, or cut off from the database, it loses an advisory lock that goes with its
-              connection, and another one goes on at once. Stopped, or hanging, it keeps that, but the lease expires.
-    waking    LISTEN and NOTIFY: facts are announced to the process that moves rounds, moves to all that wait.
+    presence  a shared advisory lock for the lifetime of a process. The first process briefly holds it exclusively and
+              cleans up after killed processes; the others wait for it.
+    writing   one transaction at a time in all processes: each locks a table before it reads, so it sees all earlier
+              writes.
+    moving    one process opens, folds and closes rounds: the holder of the lease (``tables.Lease``), renewed every
+              ``BEAT_SECONDS``. If it is killed or loses its connection, its advisory lock is released, and another
+              process takes over at once. If it is stopped or hangs, the lease expires.
+    waking    LISTEN and NOTIFY: facts are sent to the process that moves rounds, moves to all waiting calls.
 
-Who takes over does so in its turn to write, and begins a new epoch of the lease. Every transaction that moves rounds
-looks at the epoch in its own turn, so a process that wakes up after it was replaced changes nothing. One that stands
-still in its turn keeps all others from writing until the server ends its transaction (``database.IDLE_SECONDS``).
+A process takes over in its turn to write, and begins a new epoch of the lease. Every transaction that moves rounds
+checks the epoch in its own turn, so a replaced process that wakes up changes nothing. A process that is stopped in its
+turn blocks all writers until the server ends its transaction (``database.IDLE_SECONDS``).
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from ..errors import Unavailable
 log = logging.getLogger(__name__)
 
 CHANNEL = "sparrow"
-FACT, MOVED = "fact", "moved"
+FACT = "fact"
+MOVED = "moved"
 
-# Not a lock by function: a query would fix what the transaction sees before it has waited for its turn.
+# Not an advisory lock: its query would take the transaction's snapshot before the turn has come.
 _TURN = text("LOCK TABLE alembic_version IN EXCLUSIVE MODE")
 _SAY = text("SELECT pg_notify(:channel, :what)")
-_THERE, _MOVING = "hashtext('sparrow coordinator')", "hashtext('sparrow moves rounds')"
+_THERE = "hashtext('sparrow coordinator')"
+_MOVING = "hashtext('sparrow moves rounds')"
 _LISTEN_SECONDS = 1.0
 
 LEASE_SECONDS = 10.0
-"""How long a process may move rounds after it last renewed its lease: longer than a busy machine or network stands
-still, and shorter than devices wait before they come again."""
+"""Lifetime of the lease: longer than usual pauses of a busy machine or network, shorter than devices' retries."""
 BEAT_SECONDS = 2.5
-"""The time between two renewals: of four, two may be lost."""
+"""Interval of renewals: two of four may be lost."""
 
 _NOW = "extract(epoch FROM clock_timestamp())"
 _LOOK = text(f"SELECT epoch, expires_at - {_NOW} FROM lease WHERE id = 1")
@@ -56,16 +57,17 @@ _EPOCH = text("SELECT epoch FROM lease WHERE id = 1")
 
 
 class SharedDatabase:
-    """This process's part in a database that several coordinator processes share.
+    """This process's part in a shared database.
 
-    first: whether no other process was there when this one came; ``settled`` lets the others in.
+    first: whether it is the first process, until ``settled`` admits the others.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._name = secrets.token_hex(8)
         self._connection: Connection | None = None
-        self._epoch: int | None = None  # of the lease, while this process holds it
+        # Epoch of the lease while this process holds it.
+        self._epoch: int | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -74,7 +76,7 @@ class SharedDatabase:
             self._come(exclusively=False)
 
     def settled(self) -> None:
-        """Let the other processes in, since the first one has cleaned up."""
+        """Admit other processes after this one has cleaned up."""
         with self._lock:
             if self.first and self._connection is not None:
                 self._connection.execute(text(f"SELECT pg_advisory_lock_shared({_THERE})"))
@@ -82,22 +84,22 @@ class SharedDatabase:
             self.first = False
 
     def take_turn(self, session: Session) -> None:
-        """Wait, at the beginning of a transaction that writes, until no other one does."""
+        """At the beginning of a write transaction, wait for the end of all others."""
         session.execute(_TURN)
 
     def say_fact(self, session: Session) -> None:
-        """Tell the process that moves rounds about a fact, when this transaction is committed."""
+        """Notify the process that moves rounds of a fact when this transaction commits."""
         if self._epoch is None:
             session.execute(_SAY, {"channel": CHANNEL, "what": f"{FACT} {self._name}"})
 
     def say_moved(self) -> None:
-        """Tell all who wait that something moved."""
+        """Notify all waiting calls of a move."""
         with self._engine.connect() as connection:
             connection.execute(_SAY, {"channel": CHANNEL, "what": f"{MOVED} {self._name}"})
             connection.commit()
 
     def moves(self) -> tuple[bool, bool]:
-        """Return whether this process may move rounds now, and whether it could not before. Raises DBAPIError."""
+        """Return whether this process may move rounds now, and whether this is new. Raises DBAPIError."""
         with self._lock:
             before = self._epoch
             try:
@@ -105,34 +107,35 @@ class SharedDatabase:
             except DBAPIError as error:
                 if not error.connection_invalidated:
                     raise
-                self._lose()  # it may be but this connection that is broken, after a restart of the database
+                # After a restart of the database a new connection may work.
+                self._lose()
                 self._epoch = self._held_epoch()
         newly = self._epoch is not None and self._epoch != before
         if newly:
-            log.info("this process moves rounds on from now on")
+            log.info("this process now moves rounds")
         elif self._epoch is None and before is not None:
-            log.warning("another process moves rounds on from now on: this one has stood still for too long")
+            log.warning("another process now moves rounds: this one was stopped for too long")
         return self._epoch is not None, newly
 
     @property
     def moves_now(self) -> bool:
-        """Return whether this process moves rounds, as it last knew."""
+        """Return the last known result of ``moves``."""
         return self._epoch is not None
 
     def check_moves(self, session: Session) -> None:
-        """Raise Unavailable in a transaction of a process that has been replaced; it must have taken its turn."""
+        """Raise Unavailable if this process was replaced; the transaction must have taken its turn."""
         if self._epoch is None or session.scalar(_EPOCH) != self._epoch:
-            raise Unavailable("another process moves rounds by now")
+            raise Unavailable("another process now moves rounds")
 
     def check_lease(self) -> None:
-        """Raise Unavailable where the lease has expired, and no process has taken it over. Raises DBAPIError."""
+        """Raise Unavailable if the lease has expired and no process has taken it over. Raises DBAPIError."""
         with self._engine.connect() as connection:
             row = connection.execute(_LOOK).first()
         if row is None or row[1] < -LEASE_SECONDS:
-            raise Unavailable("no process moves rounds on: the lease has expired, and none could take it over")
+            raise Unavailable("no process moves rounds: the lease has expired, and none could take it over")
 
     def _held_epoch(self) -> int | None:
-        """Return the epoch of the lease if this process holds it: still, or from now on."""
+        """Return the epoch of the lease if this process holds it or can take it over now."""
         if self._connection is None:
             self._come(exclusively=False)
         assert self._connection is not None
@@ -142,7 +145,7 @@ class SharedDatabase:
         return self._take_over(None if row is None else row[0]) if row is None or self._is_free(*row) else None
 
     def _is_free(self, epoch: int, seconds_left: float) -> bool:
-        """Return whether the lease has expired, or its holder's connection has ended."""
+        """Return whether the lease has expired or its holder's connection has ended."""
         assert self._connection is not None
         if seconds_left < 0:
             return True
@@ -153,7 +156,7 @@ class SharedDatabase:
         return True
 
     def _take_over(self, former: int | None) -> int | None:
-        """Begin a new epoch, in this process's turn to write, unless another process was faster."""
+        """Begin a new epoch in this process's turn to write; return None if another process was faster."""
         assert self._connection is not None
         with self._engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:
             connection.execute(_TURN)
@@ -163,13 +166,13 @@ class SharedDatabase:
             if row[0] != (former or 0) or not self._is_free(*row):
                 return None
             epoch: int = connection.execute(_TAKE).scalar_one()
-            # Before others see the epoch: they would take a lock that is free for a dead holder's.
+            # Before others see the epoch: they would take a free lock for that of a dead holder.
             self._connection.scalar(text(f"SELECT pg_try_advisory_lock({_MOVING}, :epoch)"), {"epoch": epoch})
             connection.commit()
         return epoch
 
     def keep_lease(self, is_alive: Callable[[], bool]) -> None:
-        """Renew the lease, while this process holds it and ``is_alive`` says so, in a thread of its own."""
+        """Renew the lease in a thread, while this process holds it and ``is_alive`` returns True."""
         self._start(self._beat, is_alive, name="lease")
 
     def _beat(self, is_alive: Callable[[], bool]) -> None:
@@ -180,20 +183,22 @@ class SharedDatabase:
             try:
                 with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
                     connection.execute(_RENEW, {"epoch": epoch})
-            except (DBAPIError, NoConnectionLeft) as error:  # the thread of the rounds reports it
+            except (DBAPIError, NoConnectionLeft) as error:
+                # The rounds thread reports the failure.
                 log.debug("the lease could not be renewed: %s", error)
 
     def _lose(self) -> None:
-        lost, self._connection, self._epoch = self._connection, None, None
+        lost = self._connection
+        self._connection = None
+        self._epoch = None
         if lost is not None:
             lost.invalidate()
             lost.close()
 
     def listen(self, heard: Callable[[bool], None]) -> None:
-        """Call ``heard`` for every message of other processes, in a thread of its own.
+        """Call ``heard`` in a thread for every message of other processes: True for a move, False for a fact.
 
-        Its argument is True where rounds have moved, False where a fact was written. It is called with True first, and
-        again after every gap: earlier messages are lost, so look anew.
+        It is called with True first and after every gap, in which messages are lost.
         """
         self._start(self._listen, heard, name="listener")
 
@@ -209,21 +214,23 @@ class SharedDatabase:
             thread.join(timeout=5)
         with self._lock:
             if self._connection is not None:
-                with contextlib.suppress(DBAPIError):  # which is away, and the locks with it
-                    # Closing alone lets go of them a moment later, when the server has noticed.
+                # Without a connection the locks are already released.
+                with contextlib.suppress(DBAPIError):
+                    # Closing the connection would release them with a delay.
                     self._connection.execute(text("SELECT pg_advisory_unlock_all()"))
                 self._connection.close()
                 self._connection = None
 
     def _come(self, *, exclusively: bool) -> bool:
-        """Take the lock of a present process; return whether it could. The shared form waits for a first process."""
+        """Take the lock of a present process, or return False. The shared form waits for a first process."""
         connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        connection.detach()  # its locks go with it: back in the pool they would live on
+        # In the pool the connection would keep its locks.
+        connection.detach()
         if exclusively and not connection.scalar(text(f"SELECT pg_try_advisory_lock({_THERE})")):
             connection.close()
             return False
         if not exclusively:
-            # The first one may have much to clean up.
+            # The first process may clean up for long.
             connection.execute(text("SET lock_timeout = 0; SET statement_timeout = 0"))
             connection.execute(text(f"SELECT pg_advisory_lock_shared({_THERE})"))
             connection.execute(text("RESET lock_timeout; RESET statement_timeout"))
@@ -234,17 +241,18 @@ class SharedDatabase:
         address = self._engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
         while not self._closing.is_set():
             try:
-                for what in self._said(address):
-                    heard(what == MOVED)
-            except psycopg.Error:  # the database is away; the next write reports it
+                for kind in self._messages(address):
+                    heard(kind == MOVED)
+            except psycopg.Error:
+                # The next write reports a lost database.
                 self._closing.wait(_LISTEN_SECONDS)
 
-    def _said(self, address: str) -> Iterator[str]:
+    def _messages(self, address: str) -> Iterator[str]:
         with contextlib.closing(psycopg.connect(address, autocommit=True)) as connection:
             connection.execute(f"LISTEN {CHANNEL}")
             yield MOVED
             while not self._closing.is_set():
                 for notice in connection.notifies(timeout=_LISTEN_SECONDS):
-                    what, _, name = notice.payload.partition(" ")
+                    kind, _, name = notice.payload.partition(" ")
                     if name != self._name:
-                        yield what
+                        yield kind

@@ -1,4 +1,4 @@
-"""Records and blobs of a coordinator, opened together: by one process, or by several on one PostgreSQL database."""
+"""Records and blobs of a coordinator, for one process, or for several on one PostgreSQL database."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ RECORDS_FILE = "coordinator.sqlite3"
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 SMALLEST_PROBE = 4096
 MOST_SAID = 10
-"""Damaged files that one answer of /readyz names."""
+"""Damaged files listed in an answer of /readyz."""
 CLOSING_SECONDS = 60.0
-"""How long closing waits for a write: longer than any statement may take."""
+"""Longest wait for a write at closing, longer than any statement."""
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class _Fact(Generic[Result]):
-    """A fact that one caller records: work in a transaction, and the blobs that must be durable before it."""
+    """A fact to record: work in a transaction, and the blobs that must be durable before it."""
 
     work: Callable[[Session], Result]
     keys: Sequence[str]
@@ -53,20 +53,21 @@ class _Fact(Generic[Result]):
 
 
 class Turns:
-    """Turns that threads take one after the other, in the order in which they came.
+    """First-come, first-served turns of threads.
 
-    They wait for as long as turns change. patience: how long a turn may take before those behind it give up, s.
+    patience: seconds that a turn may take before waiting threads give up.
     """
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._line: deque[threading.Event] = deque()  # whose turn it is, and those who wait
+        # The current turn, and waiting threads.
+        self._line: deque[threading.Event] = deque()
         self._began = 0.0
         self._lock = threading.Lock()
 
     @contextmanager
     def turn(self, patience: float | None = None) -> Iterator[None]:
-        """Wait for a turn, and have it for as long as the block takes. Raises Unavailable."""
+        """Context manager: wait for a turn, and hold it during the block. Raises Unavailable."""
         self._wait(patience or self._patience)
         try:
             yield
@@ -93,22 +94,21 @@ class Turns:
                     return
                 if time.monotonic() >= max(self._began, came) + patience:
                     self._line.remove(mine)
-                    raise Unavailable("what is to be written waits for a write that takes long; try again in a while")
+                    raise Unavailable("a slow write blocks this one; retry later")
 
 
 class Store:
-    """The coordinator's records and blobs.
+    """Records and blobs of a coordinator.
 
-    Transactions that write take turns: rounds move in steps that read, decide and write, and no other write may fall
-    between. Facts that many callers bring at once go into one of them together (``record_all``). ``on_commit`` gets the
-    seconds that each commit took.
+    Write transactions take turns: a step of a round reads, decides and writes, and no other write may fall in between.
+    Facts of simultaneous callers share a transaction (``record_all``). ``on_commit`` gets the duration of each commit
+    in seconds.
 
-    With SQLite a lock on the data folder keeps a second process out. With PostgreSQL there may be several, over the
-    same blobs; ``processes`` describes how they take turns.
+    With SQLite a lock on the data folder keeps a second process out. With PostgreSQL several may share the blobs;
+    ``processes`` describes their turns.
     """
 
     def __init__(self, data_dir: Path, database_url: str | None = None, blobs: str | None = None) -> None:
-        """Open both. database_url: PostgreSQL; blobs: s3://BUCKET/PREFIX; without, they are in ``data_dir``."""
         make_folder(data_dir)
         keep_private(data_dir)
         self.folder = data_dir
@@ -142,17 +142,17 @@ class Store:
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """Open a session to read; its changes are not kept. Raises Unavailable."""
+        """Context manager: a session for reading. Raises Unavailable."""
         self._check_open()
         with self.troubles.of_records(writes=False), self._sessions() as session:
             yield session
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """Open a transaction: committed durably when the block ends, undone if it raises. Raises Unavailable.
+        """Context manager: a durable transaction, rolled back on errors. Raises Unavailable.
 
-        All others that write wait for it, in all processes: within it, nothing is computed that takes long, and no blob
-        is written or read."""
+        All other writers in all processes wait, so the block must not compute for long, nor read or write blobs.
+        """
         with self._turns.turn(), self.troubles.of_records(writes=True):
             self._check_open()
             with self._writers.begin() as session:
@@ -166,7 +166,7 @@ class Store:
 
     @contextmanager
     def moving(self) -> Iterator[Session]:
-        """Open a transaction of the process that moves rounds. Raises Unavailable, also where another does by now."""
+        """Context manager: a transaction that moves rounds. Raises Unavailable, also after another process took over."""
         with self.writing() as session:
             if self.shared is not None:
                 self.shared.check_moves(session)
@@ -175,11 +175,11 @@ class Store:
     def record_all(
         self, works: Sequence[tuple[Callable[[Session], Result], Sequence[str]]]
     ) -> list[Result | BaseException]:
-        """Do each of ``works`` in a transaction that many callers may share; return what each gave, or its error.
+        """Do each of ``works`` in a transaction shared with other callers; return the result or error of each.
 
-        Durable when this returns; the blobs under a work's keys are made durable first. One caller at a time writes,
-        for all who wait by then: a single caller waits for nobody, and many share one commit and one flush per folder.
-        A work may be done twice, the first time to be undone, where another's has failed.
+        The facts, and the blobs under a work's keys, are durable on return. One caller writes for all callers waiting
+        at that time, with one commit and one flush per folder. If one work fails, the others are rolled back and done
+        again.
         """
         facts = [_Fact(work, keys) for work, keys in works]
         self._facts.extend(facts)
@@ -187,7 +187,8 @@ class Store:
             with self._gathering.turn():
                 if not all(fact.settled for fact in facts):
                     self._write_down([self._facts.popleft() for _ in range(len(self._facts))])
-        except Unavailable as error:  # they did not come to their turn, though another may have written for them
+        except Unavailable as error:
+            # Another caller may have written some of them.
             for fact in facts:
                 with suppress(ValueError):
                     self._facts.remove(fact)
@@ -204,26 +205,30 @@ class Store:
                 results = [fact.work(db) for fact in facts]
         except BaseException as error:
             if len(facts) > 1 and isinstance(error, Exception) and not isinstance(error, Unavailable):
-                for fact in facts:  # one of them cannot be recorded; the others must not suffer
+                # One fact cannot be recorded; the others can.
+                for fact in facts:
                     self._write_down([fact])
                 return
             for fact in facts:
-                fact.settled, fact.error = True, error
+                fact.settled = True
+                fact.error = error
         else:
             for fact, result in zip(facts, results, strict=True):
-                fact.settled, fact.result = True, result
+                fact.settled = True
+                fact.result = result
 
     def check(self) -> None:
-        """Raise Unavailable as long as something that has failed does: it is tried again here, as large as it was."""
+        """Retry failed writes, with the largest failed size; raise Unavailable while they fail."""
         size = self.troubles.size(BLOBS)
         if size is not None:
             self.probe(size)
         if self.troubles.size(RECORDS) is not None:
-            with self.writing() as db:  # changes nothing, and is written all the same
+            # This changes no value, but is written.
+            with self.writing() as db:
                 db.execute(text("UPDATE alembic_version SET version_num = version_num"))
 
     def check_whole(self) -> None:
-        """Raise Unavailable, for an operator, as long as records or blobs are damaged: blobs are looked at again."""
+        """Raise Unavailable, with the operator's advice, while records or blobs are damaged."""
         for key in self.troubles.damages():
             if key != RECORDS:
                 with suppress(Unavailable):
@@ -233,15 +238,16 @@ class Store:
             raise Unavailable("; ".join(advice(*each) for each in sorted(damages.items())[:MOST_SAID]))
 
     def check_turn(self) -> None:
-        """Wait for a turn to write, and write nothing. Raises Unavailable."""
+        """Wait for a turn to write, without writing. Raises Unavailable."""
         with self._turns.turn(), self.troubles.of_records(writes=False), self._writers.begin() as session:
             self._check_open()
-            session.connection()  # SQLAlchemy begins when it must
+            # SQLAlchemy begins the transaction only here.
+            session.connection()
             if self.shared is not None:
                 self.shared.take_turn(session)
 
     def probe(self, size: int = SMALLEST_PROBE) -> None:
-        """Write a blob of ``size`` bytes, and take it away. Raises Unavailable."""
+        """Write and remove a blob of ``size`` bytes. Raises Unavailable."""
         try:
             self.blobs.put("ready", bytes(max(size, SMALLEST_PROBE)))
         finally:
@@ -249,16 +255,16 @@ class Store:
 
     @property
     def is_first(self) -> bool:
-        """Return whether no other process works with these records and blobs, nor begins to before ``settled``."""
+        """Return whether this process has exclusive use of records and blobs until ``settled``."""
         return self.shared is None or self.shared.first
 
     def settled(self) -> None:
-        """Let other processes in, since this one has cleaned up."""
+        """Admit other processes after this one has cleaned up."""
         if self.shared is not None:
             self.shared.settled()
 
     def moves(self) -> tuple[bool, bool]:
-        """Return whether this process may move rounds now, and whether it could not before. Raises Unavailable."""
+        """Return whether this process may move rounds now, and whether this is new. Raises Unavailable."""
         if self.shared is None:
             return True, False
         with self.troubles.of_records(writes=False):
@@ -266,65 +272,65 @@ class Store:
 
     @property
     def moves_now(self) -> bool:
-        """Return whether this process moves rounds, as it last knew."""
+        """Return the last known result of ``moves``."""
         return self.shared is None or self.shared.moves_now
 
     def say_moved(self) -> None:
-        """Tell other processes, if there are any, that something moved. Raises Unavailable."""
+        """Notify other processes of a move. Raises Unavailable."""
         if self.shared is not None:
             with self.troubles.of_records(writes=False):
                 self.shared.say_moved()
 
     def listen(self, heard: Callable[[bool], None]) -> None:
-        """Call ``heard`` for every message of other processes, if there are any, in a thread of its own.
-
-        Its argument is True where rounds have moved, False where a fact was written.
-        """
+        """Call ``heard`` in a thread for every message of other processes: True for a move, False for a fact."""
         if self.shared is not None:
             self.shared.listen(heard)
 
     def keep_lease(self, is_alive: Callable[[], bool]) -> None:
-        """Renew the lease of the process that moves rounds, if there are several, for as long as ``is_alive``."""
+        """Renew the lease to move rounds, if several processes share it, while ``is_alive`` returns True."""
         if self.shared is not None:
             self.shared.keep_lease(is_alive)
 
     def check_lease(self) -> None:
-        """Raise Unavailable where no process moves rounds."""
+        """Raise Unavailable if no process moves rounds."""
         if self.shared is not None:
             with self.troubles.of_records(writes=False):
                 self.shared.check_lease()
 
     def _check_blobs(self) -> None:
-        """Raise WrongBlobs where records and blobs are not of one coordinator: its rounds would delete the other's."""
+        """Raise WrongBlobs if records and blobs belong to different coordinators, since rounds would delete the others'
+        blobs.
+        """
         with self.engine.connect() as connection:
             known = connection.scalars(text("SELECT id FROM federations ORDER BY id")).all()
             before = connection.scalar(text("SELECT count(*) FROM deleted_federations"))
         if known and not self.blobs.keys(f"{known[0]}/models"):
             raise WrongBlobs(
-                "the records name models that are not among the blobs: set COORDINATOR_BLOBS and COORDINATOR_DATA_DIR "
-                "to where they were, or bring both back from a backup with sparrow restore"
+                "the blobs lack models that the records name: set COORDINATOR_BLOBS and COORDINATOR_DATA_DIR as "
+                "before, or restore both from a backup (sparrow restore)"
             )
-        # A first model alone may be from a start that was cut off.
+        # An initial model may be left from an interrupted start.
         if not known and not before and not all("/000000000." in key for key in self.blobs.keys("1/models")):
             raise WrongBlobs(
-                "the blobs are another coordinator's, and the records do not name them: give an empty folder, or "
-                "another prefix in COORDINATOR_BLOBS, or the database that belongs to them"
+                "the blobs belong to another coordinator: set COORDINATOR_DATA_DIR to an empty folder, another prefix "
+                "in COORDINATOR_BLOBS, or COORDINATOR_DATABASE_URL to the matching database"
             )
 
     def close(self) -> None:
-        """Close the database and release the folder after the current write; later calls are refused."""
+        """Close the database and release the folder after the current write; later calls raise Unavailable."""
         with self._turns.turn(CLOSING_SECONDS):
             self._closed = True
             self._let_go()
             if self.shared is None and RECORDS not in self.troubles.damages():
-                with suppress(OSError):  # a full disk: then it is not compared when it is opened again
+                # Without a seal (full disk), opening skips the comparison.
+                with suppress(OSError):
                     seal(self.folder / RECORDS_FILE)
             self._lock_file.close()
 
     def _check_open(self) -> None:
-        """Raise Unavailable once others may have the records."""
+        """Raise Unavailable after ``close``."""
         if self._closed:
-            raise Unavailable("the coordinator is stopping; come again when it has started anew")
+            raise Unavailable("the coordinator is stopping; retry after its restart")
 
     def _let_go(self) -> None:
         if self.shared is not None:
@@ -338,39 +344,40 @@ class Store:
 
 
 def keep_private(folder: Path) -> None:
-    """Take the rights of other users from a coordinator's folder and what is in it; log a warning where it may not.
+    """Remove other users' access to a coordinator's files, or log a warning if that is not its decision.
 
-    Somebody who shares the folder (a sticky bit), or keeps other things in it, decides himself who looks into it.
+    The owner of a shared folder (sticky bit), or of a folder with other files in it, decides about access.
     """
     inside = list(folder.iterdir())
     ours = [path for path in inside if path.name in ("blobs", "uploads", "lock") or path.name.startswith(RECORDS_FILE)]
     others = bool(folder.stat().st_mode & stat.S_ISVTX) or (bool(inside) and not ours)
     for path in [folder, *ours]:
-        with suppress(FileNotFoundError):  # SQLite's own, of a process that just ends
+        # SQLite may remove its files meanwhile.
+        with suppress(FileNotFoundError):
             found = path.stat()
             if not found.st_mode & OTHERS:
                 continue
             if found.st_uid != os.geteuid() or (path == folder and others):
-                log.warning("%s is open to other users of this machine; close it: chmod go= %s", path, path)
+                log.warning("%s is open to other users of this machine; run chmod go= %s", path, path)
             else:
                 path.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS)
-                log.warning("%s was open to other users of this machine, and is closed to them", path)
+                log.warning("removed other users' access to %s", path)
 
 
 def lock_folder(data_dir: Path, *, shared: bool = False) -> IO[str]:
-    """Return an open file that locks the folder; with ``shared`` only against exclusive use. Raises DataInUse."""
+    """Return an open file that locks the folder; a ``shared`` lock excludes only exclusive ones. Raises DataInUse."""
     lock_file = os.fdopen(private(data_dir / "lock", os.O_RDWR | os.O_CREAT), "w")
     try:
         fcntl.flock(lock_file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         lock_file.close()
         raise DataInUse(
-            f"another coordinator works in {data_dir}; stop it, run uvicorn with one worker, keep the records in "
-            f"PostgreSQL, where there may be several, or set COORDINATOR_DATA_DIR to another folder"
+            f"another coordinator uses {data_dir}; stop it, run uvicorn with one worker, keep the records in "
+            f"PostgreSQL for several workers, or set COORDINATOR_DATA_DIR to another folder"
         ) from None
     return lock_file
 
 
 def open_blobs(data_dir: Path, address: str | None, troubles: Troubles | None = None) -> Blobs:
-    """Return the blobs: in object storage, if its address is given, or in the data folder. Raises BadStorage."""
+    """Return the blobs in object storage if ``address`` is given, otherwise in the data folder. Raises BadStorage."""
     return FolderBlobs(data_dir / "blobs", troubles) if address is None else ObjectBlobs(address, troubles)

@@ -1,6 +1,6 @@
-"""The records, as SQLAlchemy tables. Changing one takes a migration beside it (``migrations/versions``).
+"""The records as SQLAlchemy tables. A change needs a migration (``migrations/versions``).
 
-Times are seconds since the epoch (UTC). JSON columns hold what the wire's messages validated before.
+Times are seconds since the epoch (UTC). JSON columns hold validated wire messages.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from sqlalchemy.engine.default import DefaultExecutionContext
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 BY_BYTES = String(160).with_variant(String(160, collation="C"), "postgresql")
-"""Text that every database puts in the same order."""
+"""Text with the same order in every database."""
 
 
 def natural(name: str) -> str:
-    """Return text whose order is the natural one of names: ``device-2`` before ``device-10``, in any case."""
+    """Return a key for the natural, case-insensitive order of names: ``device-2`` before ``device-10``."""
     numbered = re.sub(r"[0-9]+", lambda found: f"{len(found[0].lstrip('0')):02d}{found[0].lstrip('0')}", name)
     return numbered.lower()
 
@@ -32,19 +32,17 @@ class Base(DeclarativeBase):
 
 
 class Federation(Base):
-    """One learning problem with one method and its settings.
+    """One learning problem with a method and its settings.
 
-    ``uid`` tells it from another of the same name on a coordinator that was set up anew. ``round`` counts closed
-    rounds; ``model_version`` the global models, 0 being w^0; ``model_sha256`` is the digest of today's file.
-    ``rollback_version`` is one to go back to when the open round has closed. ``warning`` is what its method found
-    wrong, last. ``secret`` is what its draws follow from (``draws``), ``noise_key`` what a private federation's
-    noise follows from; both leave the records in backups alone. ``published_bytes`` is the size of its publication, 0
-    for a built-in task; ``published``: its settings as they were asked for, completed, and the digest of its model.
-    ``publication``: the signed publication of the model (``signatures.Published``), ``publisher`` the author's key
-    and ``publication_sha256`` the digest of the statement; ``replacement_publication`` is that of ``replacement``.
-    ``arrivals`` numbers the updates of buffered rounds. ``replacement`` is the manifest of a new version of the model,
-    which takes the place of ``manifest`` when the open round has closed; ``replacements`` counts these. An ``id`` is
-    never given twice.
+    ``uid`` distinguishes it from a federation of the same name on another or recreated coordinator. ``round`` counts
+    closed rounds; ``model_version`` counts global models from w^0 = 0; ``model_sha256`` is the digest of the current
+    file. ``rollback_version`` is restored after the open round. ``warning``: the method's last warning. ``secret``: key
+    of the draws (``draws``); ``noise_key``: key of a private federation's noise; both leave the records only in
+    backups. ``published_bytes``: size of the publication, 0 for a built-in task. ``published``: completed settings and
+    model digest at publication. ``publication``: the signed publication (``signatures.Published``), ``publisher``: its
+    author's key, ``publication_sha256``: digest of the statement, ``replacement_publication``: that of ``replacement``.
+    ``arrivals`` numbers the updates of buffered rounds. ``replacement``: manifest of a new version of the model, which
+    replaces ``manifest`` after the open round; ``replacements`` counts them. An ``id`` is never reused.
     """
 
     __tablename__ = "federations"
@@ -56,7 +54,8 @@ class Federation(Base):
     task: Mapped[str] = mapped_column(String(200))
     method: Mapped[str] = mapped_column(String(64))
     settings: Mapped[dict[str, Any]] = mapped_column(JSON)
-    manifest: Mapped[str] = mapped_column(Text, deferred=True)  # long, and read once: coordinator.models keeps it
+    # Long, and cached by coordinator.models.
+    manifest: Mapped[str] = mapped_column(Text, deferred=True)
     replacement: Mapped[str | None] = mapped_column(Text)
     replacement_publication: Mapped[str | None] = mapped_column(Text, deferred=True)
     replacements: Mapped[int] = mapped_column(default=0, server_default="0")
@@ -71,17 +70,19 @@ class Federation(Base):
     published_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     created_at: Mapped[float]
     finished_at: Mapped[float | None]
-    published: Mapped[dict[str, Any] | None] = mapped_column(JSON, deferred=True)  # only who publishes again asks
+    # Needed only when it is published again.
+    published: Mapped[dict[str, Any] | None] = mapped_column(JSON, deferred=True)
     noise_key: Mapped[bytes] = mapped_column(LargeBinary(32))
-    publication: Mapped[str | None] = mapped_column(Text, deferred=True)  # only who joins asks
+    # Needed only when a device joins.
+    publication: Mapped[str | None] = mapped_column(Text, deferred=True)
     publisher: Mapped[str | None] = mapped_column(String(64))
     publication_sha256: Mapped[str | None] = mapped_column(String(64))
 
 
 class DeletedFederation(Base):
-    """A deleted federation. Its id is not used again, since blobs that a kill left lie under it.
+    """A deleted federation. Its id is not reused, since a killed process may have left blobs.
 
-    ``deleted_at`` is 0 while a federation is being created, and for good if that failed.
+    ``deleted_at`` is 0 while a federation is being created, and stays 0 if that failed.
     """
 
     __tablename__ = "deleted_federations"
@@ -92,7 +93,7 @@ class DeletedFederation(Base):
 
 
 class DeletedDevice(Base):
-    """The token of a device whose federation was deleted; its calls are answered with FederationDeleted."""
+    """Token of a device of a deleted federation; its calls get FederationDeleted."""
 
     __tablename__ = "deleted_devices"
 
@@ -103,20 +104,16 @@ class DeletedDevice(Base):
 class Device(Base):
     """A device of one federation.
 
-    ``present`` is False from a missed deadline, silence or a leave-taking until the device asks again: it is not drawn.
-    ``seen_at`` is when it was last heard of, to about 15 seconds; ``hosted`` says that its silence means nothing.
-    After it handed an assignment back, or ``refusals`` updates in a row were refused, it is not drawn before
-    ``rest_until``.
-    ``holds_model`` says that an answer of the device proved that it has downloaded the whole model once. ``mask`` is
-    the digest of the mask that it last said it holds, ``model`` that of the global model that it can rebuild;
-    ``num_examples`` its training samples, as it told when it enrolled or later, else as it first reported them;
-    ``bytes_down`` and ``bytes_up`` what it moved in all.
-    ``paused`` is the word of its policy that keeps it away, ``limited_by`` what keeps its budget from being larger.
-    ``next_token_sha256`` is that of a token which the device was given and has not used yet: its first use puts it in
-    the place of ``token_sha256``. ``failure``: why its last work came to nothing (``messages.DeviceFailure``), until
-    an update of it is accepted. ``identity_key``: its public key in secure rounds, which never changes.
-    ``sort_name`` puts names in natural order. ``accuracy`` is what it last told, of its personal model or else of the
-    global one; ``seconds`` what its last update took, download and training.
+    ``present`` is False after a missed deadline, silence or leaving, until the device asks again; it is not drawn then.
+    ``seen_at``: last call, to about 15 seconds; ``hosted``: silence has no meaning. After a returned assignment, or
+    ``refusals`` refused updates in a row, it is not drawn before ``rest_until``. ``holds_model``: it has proved that it
+    downloaded the whole model once. ``mask``: digest of the mask it last reported; ``model``: digest of the global
+    model it can rebuild. ``num_examples``: training samples, reported at enrolment, later, or first with an update.
+    ``bytes_down``, ``bytes_up``: total traffic. ``paused``: its policy's reason for being away; ``limited_by``: limit
+    of its budget. ``next_token_sha256``: a new token that replaces ``token_sha256`` at its first use. ``failure``:
+    reason of its last failed work (``messages.DeviceFailure``), until an update is accepted. ``identity_key``: public
+    key in secure rounds, which never changes. ``sort_name``: key of natural order. ``accuracy``: last reported, of its
+    personal or else the global model; ``seconds``: download and training of its last update.
     """
 
     __tablename__ = "devices"
@@ -140,7 +137,8 @@ class Device(Base):
     next_token_sha256: Mapped[bytes | None] = mapped_column(LargeBinary(32), index=True)
     enrolment_key_sha256: Mapped[bytes] = mapped_column(LargeBinary(32))
     identity_key: Mapped[str | None] = mapped_column(String(64))
-    profile: Mapped[dict[str, Any]] = mapped_column(JSON, deferred=True)  # only observers look at it
+    # Needed only for observers.
+    profile: Mapped[dict[str, Any]] = mapped_column(JSON, deferred=True)
     budget: Mapped[float]
     limited_by: Mapped[str | None] = mapped_column(String(16))
     status: Mapped[str] = mapped_column(String(16))  # active, stopped, revoked
@@ -164,15 +162,14 @@ class Device(Base):
 
 
 class Round(Base):
-    """One round. ``summary`` caches its record; ``stale`` says that a fact has come since it was made; ``facts`` counts
-    these, so that one is noticed which comes while the record is being made.
+    """One round.
 
-    ``target`` is the number of updates that closes it before its deadline; ``extensions`` how often that was moved.
-
-    ``base_version`` is the global model it began from, ``model_version`` the one it ended with; ``undone`` says that an
-    operator went back to an older one. ``notes`` and ``parts`` are what its closing found: the method's counts, with
-    ``left_out``, assignment id -> why its update is not in the model, among them; and bytes of its updates by part.
-    ``secure`` is what a secure round's phases go by (``rounds.secure_state``).
+    ``summary`` caches its record; ``stale``: a fact arrived since; ``facts`` counts them, to detect facts that arrive
+    while the record is made. ``target``: number of updates that closes it before its deadline; ``extensions``: number
+    of extended deadlines. ``base_version``, ``model_version``: global models before and after it; ``undone``: an
+    operator rolled it back. ``notes``: the method's counts at closing, with ``left_out``, reasons of updates not in the
+    model by assignment id; ``parts``: bytes of its updates by part. ``secure``: state of a secure round
+    (``rounds.secure_state``).
     """
 
     __tablename__ = "rounds"
@@ -200,10 +197,10 @@ class Round(Base):
 
 
 class Model(Base):
-    """A global model of a federation that a round, or the publication, has committed and that is kept.
+    """A global model that a round or the publication has committed and that is kept.
 
-    What is here may be served, and nothing else: a file whose transaction failed is named nowhere. ``sha256`` is of the
-    file of its values, of ``bytes`` bytes, ``state_sha256`` of what its method keeps beside them, None for nothing.
+    Only models in this table are served: a file of a failed transaction is unreferenced. ``sha256``, ``bytes``: of the
+    file of its values; ``state_sha256``: of the method's own state, if any.
     """
 
     __tablename__ = "models"
@@ -216,9 +213,9 @@ class Model(Base):
 
 
 class Lease(Base):
-    """The right to move rounds, in one row, where several processes share the records (``storage.processes``).
+    """The right to move rounds, one row for all processes that share the records (``storage.processes``).
 
-    ``epoch`` counts its holders: a transaction of an earlier one is refused. ``expires_at`` is by the database's clock.
+    ``epoch`` counts its holders; transactions of earlier ones are refused. ``expires_at``: by the database's clock.
     """
 
     __tablename__ = "lease"
@@ -231,18 +228,17 @@ class Lease(Base):
 class Assignment(Base):
     """The work of one device in a round; its update's digest and report once accepted.
 
-    ``position`` orders the devices of a cohort: updates are folded in this order. ``full`` says that the payload is the
-    whole model; ``ratio`` the active ratio it trains at; ``plan`` what the method asks of it beyond the settings;
-    ``most_examples`` the largest weight that its update may have, whatever it reports, and None for any. ``draw_key``
-    is what its neurons are drawn from, where they are not its own alone.
-    In buffered rounds ``arrival`` orders a federation's updates, and ``counted_round`` is the round that one counts in.
+    ``position`` orders the devices of a cohort, and their updates are folded in this order. ``full``: the payload is
+    the whole model; ``ratio``: active ratio; ``plan``: the method's further instructions; ``most_examples``: largest
+    weight of its update, None for no limit. ``draw_key``: key of its neurons if it shares them. In buffered rounds
+    ``arrival`` orders a federation's updates, and ``counted_round`` is the round in which an update counts.
     """
 
     __tablename__ = "assignments"
     __table_args__ = (
         UniqueConstraint("federation_id", "round", "device_id", "kind"),
         Index("assignments_of_device", "device_id", "status"),
-        # Only what is open, which is little: counted at every look of Prometheus, whatever came before.
+        # Prometheus counts open assignments, which are few, at every scrape.
         Index(
             "assignments_open",
             "federation_id",
@@ -285,10 +281,10 @@ class Assignment(Base):
 
 
 class Token(Base):
-    """A token that an operator made (``sparrow token``); of its secret only the SHA-256.
+    """A token made with ``sparrow token``; only the SHA-256 of its secret is stored.
 
-    ``kind``: admin, observer, enrolment. ``uses``: devices that an enrolment token has let in, at most ``max_uses``.
-    None is ever deleted, not even with its federation: its kind remains guarded.
+    ``kind``: admin, observer, enrolment. ``uses``: devices enrolled with it, at most ``max_uses``. Tokens are never
+    deleted, even with their federation: their kind remains guarded.
     """
 
     __tablename__ = "tokens"
@@ -306,11 +302,10 @@ class Token(Base):
 
 
 class BrowserSession(Base):
-    """A browser that has signed in with an operator's token (``fleet.sessions``); of its id only the SHA-256.
+    """A browser signed in with an operator's token (``fleet.sessions``); only the SHA-256 of its id is stored.
 
-    ``kind`` is that of the token, ``token_id`` the token in the records. For a token of the settings there is
-    ``proof`` instead: the HMAC-SHA-256 of its digest with the id as key. Without the id the token cannot be guessed
-    from it.
+    ``kind``: that of the token. ``token_id``: the token in the records; for a token of the settings, ``proof`` instead:
+    the HMAC-SHA-256 of its digest with the id as key, from which the token cannot be guessed without the id.
     """
 
     __tablename__ = "browser_sessions"

@@ -184,7 +184,7 @@ def go_on(coordinator, devices, undisturbed, said):
             assert found <= undisturbed[what], f"{said}: {what} is wrong"
         finished, why = coordinator.info().round == ROUNDS, why_not_ready(coordinator)
         assert finished or why, f"{said}: it neither goes on nor says why not"
-        assert why is None or "bring this file back from a backup" in why
+        assert why is None or "restore this file from a backup" in why
         return "went on" if finished else "not ready"
 
 

@@ -51,7 +51,7 @@ from .faults import BY_NAME, FAMILIES, NETWORK, Chaos, draw_strikes
 from .proxy import Exchange, Proxy
 from .recompute import Differs, Model, Sent, brought_forward, check_model, read_update
 
-MOVES = "this process moves rounds on from now on"
+MOVES = "this process now moves rounds"
 RESUMED = 30_000
 """Bytes from which updates go on where a connection broke: those of the largest budgets are longer, others are not."""
 

@@ -29,6 +29,6 @@ def test_a_coordinator_that_is_asked_to_stop_ends_its_evaluation(coordinator: Co
         (child,) = wait_until(process.children, "the process of the evaluation")
         coordinator.signal(signal.SIGTERM)
         assert answer.result().status_code == 503
-        assert "is stopping; try again" in answer.result().json()["detail"]
+        assert "is stopping; retry after its restart" in answer.result().json()["detail"]
     wait_until(lambda: not coordinator.runs, "the end of the coordinator")
     assert not child.is_running()

@@ -322,7 +322,7 @@ def test_a_model_may_be_published_without_its_training_step(client):
     assert client.get("/v1/federations/mine/skeleton.onnx").content == DIGITS.skeleton
     for graph in ("step", "evaluation"):
         answer = client.get(f"/v1/federations/mine/{graph}.onnx")
-        assert_problem(answer, 404, f"published without a graph of its {graph}; its devices train with PyTorch")
+        assert_problem(answer, 404, f"published without the graph {graph}; its devices need PyTorch")
 
 
 @pytest.mark.parametrize(
@@ -1198,9 +1198,7 @@ def test_a_second_coordinator_on_the_same_folder_is_refused(client, settings_of)
             pass
 
     assert client.get("/healthz").status_code == 200
-    with pytest.raises(
-        errors.DataInUse, match=r"another coordinator works in .*; stop it, run uvicorn with one worker"
-    ):
+    with pytest.raises(errors.DataInUse, match=r"another coordinator uses .*; stop it, run uvicorn with one worker"):
         asyncio.run(start_another())
     assert client.get("/readyz").status_code == 200
 

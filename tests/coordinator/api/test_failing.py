@@ -133,7 +133,7 @@ def test_a_full_disk_is_said_and_survived(open_app, small_disk, train, caplog):
     others.unlink()
     become(lambda: client.get("/readyz").status_code == 200)
     finish_round(client, devices, train)
-    assert said(caplog, logging.WARNING)[-1].endswith("written again; going on")
+    assert said(caplog, logging.WARNING)[-1].endswith("writing works again")
 
 
 def test_a_round_whose_model_does_not_fit_closes_when_there_is_room(open_app, train, caplog, monkeypatch):
@@ -220,7 +220,7 @@ def test_a_damaged_model_is_not_served_and_readyz_names_it_until_it_is_restored(
     assert len(said(caplog)) == 1
     model.write_bytes(whole)
     assert client.get("/readyz").status_code == 200
-    assert said(caplog, logging.WARNING)[-1].endswith("is whole again; going on")
+    assert said(caplog, logging.WARNING)[-1].endswith("is intact again")
     assert client.get("/v1/federations/default/model").content == whole
 
 

@@ -55,10 +55,10 @@ def test_the_model_is_judged_as_onnxruntime_runs_it(client, digits):
         ({"inputs": np.zeros((3, 5), np.float32)}, "the model takes float32"),
         ({"inputs": np.zeros((700, *SHAPE), np.float64)}, "scaled as in training"),
         ({"inputs": np.full((700, *SHAPE), np.nan, np.float32)}, "not finite"),
-        ({"targets": np.zeros(3, np.int64)}, "one whole number for each"),
-        ({"targets": np.zeros(700, np.float32)}, "one whole number for each"),
-        ({"targets": np.full(700, 10)}, "of them are no class from 0 to 9, such as 10"),
-        ({"inputs": np.zeros((0, *SHAPE), np.float32), "targets": np.zeros(0, np.int64)}, "one whole number for each"),
+        ({"targets": np.zeros(3, np.int64)}, "one integer per input"),
+        ({"targets": np.zeros(700, np.float32)}, "one integer per input"),
+        ({"targets": np.full(700, 10)}, "of them are not classes from 0 to 9, such as 10"),
+        ({"inputs": np.zeros((0, *SHAPE), np.float32), "targets": np.zeros(0, np.int64)}, "one integer per input"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(client, digits, changed, message):
@@ -103,7 +103,7 @@ def test_a_crash_of_an_evaluation_is_said_in_words(client, digits):
         answer = pool.submit(client.post, PATH, content=checkpoint.save(digits), headers=FILE)
         child_of(psutil.Process()).send_signal(signal.SIGFPE)
         assert answer.result().status_code == 422
-        assert "ended by the signal 8 (SIGFPE); publish a sound model" in answer.result().json()["detail"]
+        assert "ended by the signal 8 (SIGFPE); publish a working model" in answer.result().json()["detail"]
 
 
 def test_it_takes_an_admin(tmp_path, digits):

@@ -97,8 +97,8 @@ def test_a_blob_that_is_not_what_its_key_names_is_never_handed_out(blobs, caplog
     assert blobs.get(key) == b"three"
     said = [record.getMessage() for record in caplog.records if record.name == "sparrow.coordinator.storage.failing"]
     assert [key in line for line in said] == [True] * len(said)
-    assert said[0].endswith("bring this file back from a backup")
-    assert said[-1].endswith("is whole again; going on")
+    assert said[0].endswith("restore this file from a backup")
+    assert said[-1].endswith("is intact again")
     with pytest.raises(ValueError, match="does not name the SHA-256"):
         blobs.get("1/models/4")
 
@@ -153,7 +153,7 @@ def test_storage_that_cannot_be_used_is_refused_at_start_with_advice(s3, tmp_pat
     with pytest.raises(BadStorage, match="there is no bucket elsewhere: create it"):
         Store(tmp_path, None, "s3://elsewhere/x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(BadStorage, match="look at AWS_ENDPOINT_URL"):
+    with pytest.raises(BadStorage, match="check AWS_ENDPOINT_URL"):
         ObjectBlobs(ADDRESS, retries=0)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
     Store(tmp_path, None, ADDRESS).close()
@@ -162,7 +162,7 @@ def test_storage_that_cannot_be_used_is_refused_at_start_with_advice(s3, tmp_pat
 def test_credentials_that_are_refused_are_named(s3, tmp_path):
     httpx.post(f"{s3}/moto-api/reset-auth", content="0").raise_for_status()  # from now on it asks who is calling
     try:
-        with pytest.raises(BadStorage, match="credentials are wrong, or may not write"):
+        with pytest.raises(BadStorage, match="credentials are wrong or lack write access"):
             Store(tmp_path, None, ADDRESS)
     finally:
         httpx.post(f"{s3}/moto-api/reset-auth", content="inf")
@@ -173,9 +173,9 @@ def test_blobs_of_another_coordinator_are_not_touched(s3, tmp_path, clock, play)
     coordinator.create(rounds=1)
     play(coordinator, coordinator.enrol("a", "b"))
     coordinator.store.close()
-    with pytest.raises(WrongBlobs, match="another coordinator's"):
+    with pytest.raises(WrongBlobs, match="belong to another coordinator"):
         open_coordinator(tmp_path / "two", clock, ADDRESS)
-    with pytest.raises(WrongBlobs, match="records name models that are not among the blobs"):
+    with pytest.raises(WrongBlobs, match="the blobs lack models that the records name"):
         open_coordinator(tmp_path / "one", clock, f"s3://{BUCKET}/elsewhere")
     open_coordinator(tmp_path / "one", clock, ADDRESS).store.close()
 

@@ -214,13 +214,13 @@ def test_a_folder_of_before_is_closed_to_others_and_one_of_somebody_elses_is_war
         path.chmod(path.stat().st_mode | 0o055)
     Store(data).close()
     assert open_to_others(data) == []
-    assert caplog.text.count("was open to other users of this machine, and is closed to them") == 5
+    assert caplog.text.count("removed other users' access to") == 5
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
     (shared / "photographs").mkdir()
     Store(shared).close()
     assert shared.stat().st_mode & 0o077 == 0o055, "its user decides"
-    assert f"{shared} is open to other users of this machine; close it: chmod go= {shared}" in caplog.text
+    assert f"{shared} is open to other users of this machine; run chmod go= {shared}" in caplog.text
 
 
 # --- power cuts --------------------------------------------------------------------------------------------------
