@@ -166,7 +166,7 @@ class Store:
 
     @contextmanager
     def moving(self) -> Iterator[Session]:
-        """Context manager: a transaction that moves rounds. Raises Unavailable, also after another process took over."""
+        """Context manager: a transaction that moves rounds. Raises Unavailable, also if another process took over."""
         with self.writing() as session:
             if self.shared is not None:
                 self.shared.check_moves(session)
