@@ -86,7 +86,7 @@ def test_tokens_are_made_where_others_reach_it_and_nobody_has_set_any(home, caps
         assert (status, file.exists()) == (401 if made or tokens else 200, made)
         said = capsys.readouterr().err
         assert ("shown only now" in said) == (made and start == 1)
-        assert ("plain http" in said) == (made and start == 1 and not listening.tls)
+        assert ("unencrypted" in said) == (made and start == 1 and not listening.tls)
     if made:
         assert file.stat().st_mode & 0o777 == 0o600
         secret = file.read_text().partition("SPARROW_ADMIN_TOKEN=")[2].split()[0]
