@@ -123,7 +123,7 @@ class OnnxEngine:
         teacher: Teacher | None = None,
         responsibilities: Array | None = None,
     ) -> tuple[float, Array]:
-        """Return loss and outputs, and hand out gradients."""
+        """Return loss and outputs; ``visit`` the gradients."""
         inputs, targets = _joined(batches)
         network = self.network
         more = dict[str, Array]()

@@ -3,7 +3,7 @@
 A published step whose ``grad:NAME`` is not the gradient of its ``loss`` can leak samples: the product of a chosen row
 and the inputs copies a sample into a weight's update (Boenisch et al., arXiv:2112.02918; Fowl et al.,
 arXiv:2110.13057). So a device moves the parameters along random directions, and compares the change of the loss with
-the gradients' prediction. Undetected are
+the gradients' prediction. The check does not detect:
 
     a leak that is part of the loss itself
     a part of a gradient: below a twentieth of its parameter's gradient always, below a half sometimes

@@ -154,7 +154,7 @@ def count_steps(settings: FederationSettings, batches: Batches) -> int:
 
 
 def weight_of(targets: Any, ignored: int | None) -> float:
-    """Return the number of samples in a batch's mean loss, with known shares of samples with several targets."""
+    """Return the number of samples in a batch's mean loss; one with several targets counts by its known share."""
     if ignored is None:
         return len(targets)
     known = int((targets != ignored).sum())

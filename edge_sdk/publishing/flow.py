@@ -19,7 +19,7 @@ _FILLED = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "n
 
 
 class Flow:
-    """The neurons of a traced model. ``state`` and ``layers`` hold the findings, ``groups`` the sets and their names.
+    """The neurons of a traced model: their sets in ``groups``, and results in ``state`` and ``layers``.
 
     choices: kind of reshape -> the part that keeps the neurons.
     """
@@ -113,7 +113,7 @@ class Flow:
 
 
 def _constant(result: Any) -> Any:
-    """As ``_derive``, for a constant."""
+    """Return a constant's Value, a tuple of Values, or None if it is not a tensor."""
     if isinstance(result, torch.Tensor):
         return constant(result.shape)
     return tuple(map(_constant, result)) if isinstance(result, (tuple, list)) else None

@@ -219,7 +219,7 @@ class Neurons:
         return self.resolve(tuple(found))
 
     def settle(self, axes: Iterable[Axes]) -> None:
-        """Complete every axis that is complete in part, until no change."""
+        """Complete every axis with a complete part, until no axis changes."""
         described = [axis for tensor in axes for axis in tensor if axis]
         changed = True
         while changed:

@@ -31,8 +31,8 @@ def widest(errors: Iterable[InputError]) -> InputError:
 class Value:
     """Properties of a tensor of the graph.
 
-    axes: None for an unrestricted axis of a parameter. error: the part of its gradient that is of use below it. fixed:
-    computed only from parameters and constants. learned: computed from parameters.
+    axes: None for an unrestricted axis of a parameter. error: the part of its gradient that tensors below it need.
+    fixed: computed only from parameters and constants. learned: computed from parameters.
     """
 
     shape: tuple[int, ...]

@@ -108,7 +108,7 @@ def cut_graph(graph: bytes, manifest: Manifest, counts: Mapping[str, int]) -> tu
 
 
 class Cutter:
-    """Cuts a graph node by node."""
+    """Builder of a narrow graph, node by node."""
 
     def __init__(self, proto: onnx.ModelProto, manifest: Manifest, counts: Mapping[str, int]) -> None:
         self._proto = proto

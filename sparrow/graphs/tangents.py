@@ -100,7 +100,7 @@ def flow_graph(step: bytes, names: Collection[str]) -> bytes:
 
 
 class Tangents:
-    """Adds tangents to a graph. of: value -> its tangent, for values that move."""
+    """Builder of tangents in a graph. of: value -> its tangent, for values that move."""
 
     def __init__(self, editor: Editor, of: dict[str, str]) -> None:
         self.editor = editor

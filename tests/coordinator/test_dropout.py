@@ -445,7 +445,7 @@ def test_a_model_that_does_not_run_narrow_is_handed_back_with_the_reason(coordin
     from edge_sdk.training import narrow
 
     def fails(*ignored):
-        raise narrow.CannotNarrow("let its code take sizes from its tensors")
+        raise narrow.CannotNarrow("make its code take sizes from its tensors")
 
     monkeypatch.setattr(narrow, "_compare", fails)
     monkeypatch.setattr(narrow, "_compared", WeakKeyDictionary())
