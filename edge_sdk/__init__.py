@@ -1,4 +1,4 @@
-"""The software of a device: one conversation with a coordinator, local training, a personal model.
+"""The software of a device: federated rounds, local training and a personal model.
 
-The root stays light on purpose: ``sparrow.protocol`` and ``edge_sdk.predict`` import no torch, so nothing here may.
+This package must not import torch: ``sparrow.protocol`` and ``edge_sdk.predict`` run without it.
 """

@@ -1,4 +1,4 @@
-"""Arguments that several commands share: types for argparse, and checks."""
+"""Argument types and checks that several commands share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 def budget(text: str) -> float:
-    """Return a budget: a share of each layer's neurons to train, in (0, 1]."""
+    """Parse a budget: share of each layer's neurons to train, in (0, 1]."""
     with suppress(ValueError):
         if 0 < float(text) <= 1:
             return float(text)
@@ -25,26 +25,26 @@ def budget(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Return a whole number above 0."""
+    """Parse a whole number above 0."""
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
 
 
 def natural(text: str) -> int:
-    """Return a whole number of 0 or more."""
+    """Parse a whole number of 0 or more."""
     if text.isdecimal():
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
 
 
 def mebibytes(text: str) -> int:
-    """Return bytes, from MiB."""
+    """Parse a number of MiB and return bytes."""
     return count(text) * MIB
 
 
 def read_setting(text: str) -> tuple[str, str]:
-    """``KEY=VALUE`` of the command line. Raises ArgumentTypeError."""
+    """Parse ``KEY=VALUE``."""
     key, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r}: give a setting as KEY=VALUE; --help-settings lists them")
@@ -52,12 +52,12 @@ def read_setting(text: str) -> tuple[str, str]:
 
 
 def add_pairs(parser: argparse._ActionsContainer, option: str, meaning: str) -> None:
-    """Add an option whose pairs KEY=VALUE are collected."""
+    """Add a repeatable option that takes KEY=VALUE."""
     parser.add_argument(option, type=read_setting, action="append", default=[], metavar="KEY=VALUE", help=meaning)
 
 
 def add_federation(parser: argparse.ArgumentParser, *, optional: str | None = None) -> None:
-    """Add the argument FEDERATION. optional: what is meant by it where it may be left out."""
+    """Add the argument FEDERATION. optional: its help text if it may be omitted."""
     parser.add_argument(
         "federation",
         type=federation,
@@ -68,18 +68,18 @@ def add_federation(parser: argparse.ArgumentParser, *, optional: str | None = No
 
 
 def add_federation_to_join(parser: argparse.ArgumentParser) -> None:
-    """Add the option --federation of a command whose devices join one."""
+    """Add the option --federation."""
     parser.add_argument(
         "--federation",
         type=federation,
         default="default",
         metavar="NAME",
-        help="which federation to join (default: %(default)s)",
+        help="federation to join (default: %(default)s)",
     )
 
 
 def federation(text: str) -> str:
-    """Return a federation's name."""
+    """Parse a federation's name."""
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is an address; give it as --server {text}")
     try:
@@ -90,16 +90,16 @@ def federation(text: str) -> str:
 
 
 def check_federation_name(name: object) -> None:
-    """Raise BadArgument unless ``name`` can be a federation's."""
+    """Raise BadArgument unless ``name`` is a valid federation name."""
     if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
         raise BadArgument(
-            f"{name!r} cannot be a federation's name: up to 64 letters, digits, dots, dashes and underscores, the "
-            f"first a letter or digit"
+            f"{name!r} cannot be a federation's name; use up to 64 letters, digits, dots, dashes and underscores, "
+            f"and begin with a letter or digit"
         )
 
 
 def check_ranges(texts: Iterable[str], argument: str) -> Ranges:
-    """Return ranges of settings, of texts such as ``cohort>=10``. Raises BadArgument, naming the argument."""
+    """Parse ranges of settings such as ``cohort>=10``. Raises BadArgument, naming ``argument``."""
     try:
         return read_ranges(texts)
     except ProtocolError as error:

@@ -1,18 +1,14 @@
-"""The errors that leave ``join``, ``publish``, ``simulate``, ``Client``, ``predict`` and ``export``.
+"""Errors raised by ``join``, ``publish``, ``simulate``, ``Client``, ``predict`` and ``export``.
 
-All are ``SdkError``, and their text says what to do. ``exit_code`` is that of a command that meets them (docs/cli.md).
-A caller can tell apart:
+All are ``SdkError``; their text says how to go on, ``exit_code`` is the command's (docs/cli.md). The main branches:
 
-    Unreachable         no coordinator answers: try again later
-    Refused             it answers no; NotAuthenticated and NotAllowed ask for another token, NotFound and NameTaken for
-                        another name, WrongState for another status of the federation
-    BadArgument         an argument cannot work; found before anything was done
+    Unreachable         no answer from a coordinator: retry later
+    Refused             the coordinator refused: use another token, name or status of the federation
+    BadArgument         an argument is invalid; found before any work
     StateError          the state folder is in use, or belongs to another device
-    NothingTrained      a device comes to its end without a model of its own
+    NothingTrained      the device finished without a personal model
 
-Other modules define errors of their own beside what raises them: of data (``reading.errors``), of the wire
-(``sparrow.protocol.errors``), of training (``engines.training``), of exports (``sparrow.export.errors``), of
-predictions (``predict``).
+See also ``reading.errors``, ``sparrow.protocol.errors``, ``engines.training``, ``sparrow.export.errors``, ``predict``.
 """
 
 from __future__ import annotations
@@ -60,25 +56,23 @@ __all__ = [
 
 
 class Unreachable(SdkError):
-    """The coordinator does not answer: try again later."""
+    """The coordinator does not answer: retry later."""
 
     exit_code = Exit.UNREACHABLE
 
 
 class CoordinatorFull(Unreachable):
-    """The coordinator has answered for longer than the caller's patience that it has no room left:
-    have its operator make some."""
+    """The coordinator's storage stayed full: ask its operator to free space."""
 
     exit_code = Exit.FULL
 
 
 class TooManyRequests(Unreachable):
-    """The coordinator has answered for longer than the caller's patience that this caller calls too often:
-    wait longer between calls."""
+    """The coordinator kept limiting this caller: wait longer between calls."""
 
 
 class Refused(SdkError):
-    """The coordinator refused the call. ``status`` is HTTP's; ``detail`` the text of the problem document."""
+    """The coordinator refused the call; ``detail`` is the text of its problem document."""
 
     failure = Failure("coordinator-fault")
 
@@ -89,102 +83,102 @@ class Refused(SdkError):
 
     @property
     def exit_code(self) -> Exit:  # type: ignore[override]
-        """The exit code that belongs to the status."""
+        """The exit code for the HTTP status."""
         return of_status(self.status)
 
+    # Exceptions unpickle from ``args``, which hold one text here; a fleet sends errors between processes.
     def __reduce__(self) -> tuple[type[Refused], tuple[int, str]]:
-        """Make it again from its own arguments, so that it can be sent between the processes of a fleet."""
         return type(self), (self.status, self.detail)
 
 
 class NotAuthenticated(Refused):
-    """The token is missing or unknown: set the right one."""
+    """The token is missing or unknown."""
 
 
 class TokenExpired(NotAuthenticated):
-    """The device's token is too old: enrol again."""
+    """The device's token has expired: enrol again."""
 
 
 class NotAllowed(Refused):
-    """The token is valid, but not for this call: use one of another kind."""
+    """The token does not permit this call."""
 
 
 class NotFound(Refused):
-    """There is no such federation, device or assignment: correct the name."""
+    """There is no such federation, device or assignment."""
 
 
 class NoGlobalModel(NotFound):
-    """The method has no global model that can be used alone: use a personal one."""
+    """The method has no usable global model: use a personal one."""
 
 
 class NameTaken(Refused):
-    """A federation or device of this name exists: choose another name."""
+    """A federation or device of this name exists."""
 
 
 class DifferentFederation(Refused):
-    """The federation of this name has another method, model or other settings; the text names each difference."""
+    """The federation of this name differs; the text lists the differences."""
 
 
 class WrongState(Refused):
-    """The federation's status forbids this now: change its status first."""
+    """The federation's status forbids this call."""
 
 
 class RoundOver(Refused):
-    """The assignment takes no update any more: ask for the next one."""
+    """The assignment no longer accepts an update: ask for the next one."""
 
 
 class DifferentUpdate(RoundOver):
-    """Another update was accepted for this assignment before."""
+    """Another update was already accepted for this assignment."""
 
 
 class FederationOver(Refused):
-    """The federation is finished and has nothing left for this device."""
+    """The federation is finished."""
 
 
 class FederationDeleted(Refused):
-    """The device's federation was deleted by its operator."""
+    """The operator deleted the federation."""
 
 
 class BadContent(Refused):
-    """The content of a request breaks the contract."""
+    """The content of a request is invalid."""
 
 
 class NotInstalled(BadContent):
-    """The method or task that was named is not installed at the coordinator."""
+    """The method or task is not installed at the coordinator."""
 
     exit_code = Exit.NOT_FOUND
 
 
 class NoCoordinator(Refused):
-    """The server at the address speaks HTTP, but is not a coordinator: check the address."""
+    """The HTTP server at the address is not a coordinator."""
 
     exit_code = Exit.UNREACHABLE
 
 
 class BadArgument(SdkError):
-    """An argument, option or setting cannot work."""
+    """An argument, option or setting is invalid."""
 
     exit_code = Exit.USAGE
 
 
 class WrongSettings(BadArgument):
-    """A federation cannot be created with these settings."""
+    """Settings with which no federation can be created."""
 
 
 class ModelReplaced(SdkError):
-    """The federation's model has a new version, and the device trains with code of the one before."""
+    """The federation's model was replaced; the device still has the old code."""
 
     failure = Failure("model-replaced")
 
 
 class NothingTrained(SdkError):
-    """A device has trained in no round, or could not make its personal model in the end."""
+    """The device finished without a personal model."""
 
     failure = Failure("nothing-trained")
 
 
 class OutOfMemory(SdkError):
-    """Training needs more memory than the device, or its accelerator, has."""
+    """Training needs more memory than the device or its accelerator has."""
 
     exit_code = Exit.CANNOT
     failure = Failure("no-memory")
@@ -212,10 +206,7 @@ class NoSuchPath(SystemFailed):
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raise SdkErrors in place of the errors of the operating system and of missing memory that leave the block.
-
-    Errors of a task's own code leave it as they are: they are bugs, and their traceback says where.
-    """
+    """Translate errors of the operating system and of missing memory into SdkErrors; other errors pass through."""
     try:
         yield
     except OSError as error:
@@ -225,14 +216,14 @@ def translated() -> Iterator[None]:
         if not _lacks_memory(error):
             raise
         raise OutOfMemory(
-            f"there is not enough memory to train ({error}); give a smaller --budget, or another --accelerator"
+            f"not enough memory to train ({error}); give a smaller --budget, or another --accelerator"
         ) from error
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return what a device reports of an error: never its text, which may hold names of files or data."""
+    """Return the failure to report. It omits the error's text, which may hold names of files or data."""
     if isinstance(error, SdkError):
-        # A class from outside may have set anything.
+        # Third-party subclasses may set any value.
         return error.failure if isinstance(error.failure, Failure) else SdkError.failure
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted/user")
@@ -245,7 +236,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """Return whether memory was missing, of the processor or of PyTorch's accelerator."""
+    # By name: torch.cuda.OutOfMemoryError would need torch.
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 

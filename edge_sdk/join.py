@@ -1,8 +1,6 @@
-"""``sparrow join --server URL``: this device takes part in a federation until it is finished.
+"""``sparrow join --server URL``: take part in a federation until it is finished.
 
-As a library: ``join(server, task, ...)`` with a ``Task`` of one's own.
-
-Interrupted, the same command goes on where the device was. Exit codes: docs/cli.md.
+As a library: ``join(server, task, ...)`` with your own ``Task``. After an interruption, the same command resumes.
 """
 
 from __future__ import annotations
@@ -72,40 +70,38 @@ if TYPE_CHECKING:
     from .device.exporting import Export
 
 LONG_POLL_SECONDS = 30.0
+# Used if a program may stop this device: a request to stop is seen only after the coordinator has answered.
 STOPPABLE_POLL_SECONDS = 2.0
-"""The same where a program may ask this device to stop, which is not seen before the coordinator has answered."""
 
-LEARNED, SPENT = "learned.json", "spent.json"
-"""Files of the state folder: what rounds have taught about the budget, and what was spent today."""
+# Files in the state folder: corrections of the budget's predictions, and today's spending.
+LEARNED = "learned.json"
+SPENT = "spent.json"
 
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """The way a device trains, and the rounds in which it takes part. Raises BadArgument for a value that cannot work.
+    """How a device trains, and the rounds it accepts. Raises BadArgument for an invalid value.
 
-    budget: share of each layer's neurons that it trains, in (0, 1], which bounds bytes more than time (docs/budget.md);
-    None has it find out what it can afford, and look again after every round (``edge_sdk.budget.search``). policy: when
-    it may work; None: always. conditions: returns the conditions now, by default from this machine's sensors. watts:
-    power model for estimated joules on a board without a sensor.
+    budget: share of each layer's neurons to train, in (0, 1] (docs/budget.md); None: determine an affordable one before
+    every round (``edge_sdk.budget.search``). policy: when to work; None: always. conditions: default: this machine's
+    sensors. watts: power model, to estimate joules on a board without a sensor.
 
-    engine: ``torch``; ``onnx``, ONNX Runtime, which needs only the task's data, no PyTorch, and a federation with a
-    training step; or ``auto``: ONNX Runtime if federation and method allow it and there is no GPU. accelerator: one of
-    ``compute.ACCELERATORS``. threads: of the processor. bfloat16: forward passes in bfloat16 where torch's autocast
-    finds it safe. deterministic: on the processor, with nothing chosen by its speed. memory_limit: bytes that the
-    process may hold; by default what there is.
+    engine: ``torch``; ``onnx``: ONNX Runtime, for federations with a training step; ``auto``: ONNX Runtime if
+    federation and method allow it and there is no GPU. accelerator: one of ``compute.ACCELERATORS``. bfloat16: in
+    forward passes, under torch's autocast. deterministic: bit-reproducible training on the CPU. memory_limit: bytes for
+    this process; None: all available memory.
 
-    require_secure: send updates only under masks, in rounds that bear so many colluders (docs/privacy.md).
-    known_devices: the same, and only with the devices in this file of lines ``NAME KEY``. publisher: the fingerprint of
-    the only publisher whose model is trained; None: the first one that this device meets in the federation, which it
-    remembers. pin_model: accept no replacement of the model. require: ranges of settings that rounds must keep to, such
-    as ``cohort>=10``. plain_metrics: report losses and accuracies in clear if a secure federation asks for that.
-    own_frozen: neither take frozen values from other federations of this user nor leave them for others, so that
-    downloads do not reveal in which federations this user takes part. local_noise: add Gaussian noise to each value
-    that is sent, of this many times local_clip, and report no losses. local_clip: the largest 2-norm of an update
-    before the noise; None: 1.
+    require_secure: send only masked updates, in rounds that tolerate this many colluders (docs/privacy.md).
+    known_devices: the same, and only with the devices in this file of lines ``NAME KEY``. publisher: fingerprint of the
+    only trusted publisher; None: trust the first one met, and remember it. pin_model: refuse replacements of the model.
+    require: ranges that a round's settings must keep, such as ``cohort>=10``. plain_metrics: report unmasked losses and
+    accuracies if a secure federation asks for them. own_frozen: do not share frozen values with this user's other
+    federations, so that downloads do not reveal them. local_noise: standard deviation of Gaussian noise added to each
+    sent value, in multiples of local_clip; losses are not reported. local_clip: largest 2-norm of an update before
+    noise; None: 1.
 
-    enrolment_token: by default that of SPARROW_ENROLMENT_TOKEN. patience_seconds: how long to wait for a coordinator
-    that does not answer; None: for ever. trust: certificates for https.
+    enrolment_token: default: SPARROW_ENROLMENT_TOKEN. patience_seconds: longest wait for a coordinator that does not
+    answer; None: no limit. trust: certificates for https.
     """
 
     budget: float | None = None
@@ -145,17 +141,17 @@ class JoinOptions:
             )
         if self.require_secure is not None and not _is_whole(self.require_secure, 0):
             raise BadArgument(
-                f"require_secure={self.require_secure!r} cannot work; give how many devices may collude, from 0 on, or "
-                f"None"
+                f"require_secure={self.require_secure!r} cannot work; give the number of devices that may collude, 0 "
+                f"or more, or None"
             )
         if self.publisher is not None and not (isinstance(self.publisher, str) and is_fingerprint(self.publisher)):
             raise BadArgument(
                 f"publisher={self.publisher!r} is no fingerprint; give the eight groups of four hexadecimal digits "
-                f"that sparrow publish has printed"
+                f"that sparrow publish printed"
             )
 
     def demands(self) -> Demands:
-        """Return the demands on rounds. Raises BadArgument for ranges or a file that cannot be read."""
+        """Return the demands on rounds. Raises BadArgument for an invalid range or an unreadable file."""
         secure = None
         if self.require_secure is not None or self.known_devices is not None:
             known = None if self.known_devices is None else read_known(self.known_devices)
@@ -187,23 +183,20 @@ def join(
     stop: Settable | Callable[[], bool] | None = None,
     quiet: bool = False,
 ) -> Result:
-    """Take part in ``federation`` until it is finished, and return what this device did.
+    """Take part in ``federation`` until it is finished.
 
-    task: the learning problem, or a function that makes it from the federation's settings, or the name of the
-    federation's task, which is also what None means. data: this device's data, of a task known by name, as ``--data``
-    of ``sparrow join`` has it. name: unique in the federation, the host's name by default. state_dir: where the device
-    keeps its personal model and identity; a second call with the same folder goes on where the first was. export: where
-    to write the personal model as ONNX. client: of the coordinator, in place of one for ``server``. on_progress: called
-    on this thread, in place of the bar and the lines that this function writes otherwise, after each step of training
-    and with each phase; what it raises ends the work, as Ctrl-C does. stop: a threading.Event, or a function that
-    returns whether to stop; looked at between two steps of training and, while the device waits, every few seconds. The
-    work is handed back then, the personal model stays as the last whole round has left it, and the result is
-    ``interrupted``. quiet: no progress bar.
+    task: a Task, a function that makes one from the federation's settings, or the name of the federation's task (None:
+    that task). data: this device's data for a named task, as in ``sparrow join --data``. name: unique in the
+    federation; default: the host's name. state_dir: folder of the personal model and the identity; the same folder
+    resumes. export: ONNX file for the personal model. client: replaces a new HTTP client for ``server``.
 
-    Raises SdkError: BadArgument among them for an argument, or a task, that cannot work (``tasks.checking``),
-    DoesNotFit if the budget needs more memory, NothingTrained if the device has no model of its own in the end, or
-    ``FAILURES`` rounds in a row have failed and none has been trained. If something else ends it, such as Ctrl-C, it
-    first hands its work back.
+    on_progress: called on this thread after each training step and in each phase, replacing the progress bar and
+    messages; an exception it raises ends the work. stop: an Event, or a function that returns True to stop; checked
+    between training steps and every few seconds while waiting. Stopping returns open work, keeps the personal model of
+    the last complete round, and sets ``interrupted`` in the result.
+
+    Raises SdkError, among them BadArgument for an invalid argument or task, DoesNotFit if the budget needs more memory,
+    and NothingTrained if the device ends without a personal model, or if its first ``FAILURES`` rounds fail in a row.
     """
     halt = Stop(stop)
     if on_progress is not None and not callable(on_progress):
@@ -276,7 +269,8 @@ def _session_options(
 
     def progressed(assignment: Assignment, done: int, total: int, loss: float) -> None:
         tell.training(assignment, done, total, loss)
-        if done < total:  # a whole round is sent before the device stops
+        # After the last step, the update is sent before the device stops.
+        if done < total:
             halt.check()
 
     return SessionOptions(
@@ -300,7 +294,6 @@ def _session_options(
 
 
 def _say_terms(session: Session, noise: LocalNoise | None, tell: ProgressReporter) -> None:
-    """Say whose model is trained, and what limits this device."""
     tell.say(session.trust.line)
     if session.identity_key is not None:
         tell.say(f"the identity key of {session.name} in secure rounds is {session.identity_key}")
@@ -315,9 +308,10 @@ def _say_terms(session: Session, noise: LocalNoise | None, tell: ProgressReporte
 
 
 def _work_until_over(session: Session, tell: ProgressReporter, halt: Stop, export: Callable[[], Export | None]) -> bool:
-    """Take part until the federation is over, or return True if the program has stopped the device before."""
+    """Take part until the federation is over; return True if the program stopped the device before that."""
     try:
-        with suppress(SdkError):  # so that the personal model can be exported later, away from the coordinator
+        # Stored now, so that the personal model can be exported without the coordinator later.
+        with suppress(SdkError):
             session.skeleton()
         run_session(session, tell, halt, export)
         if session.personal is None:
@@ -329,23 +323,23 @@ def _work_until_over(session: Session, tell: ProgressReporter, halt: Stop, expor
         if (exported := export()) is not None:
             tell.say(f"the personal model is {exported.path}")
         raise
-    except BadArgument:  # of a batch that was not looked at before
+    except BadArgument:
+        # A batch that was not checked at the start is invalid.
         session.leave(Failure("data-unusable"))
         raise
     except SdkError:
         raise
     except (KeyboardInterrupt, Exception) as error:
-        # Out of memory, a loss that raises: this device cannot go on, but nobody need wait for it.
+        # Report the failure, so that the round does not wait for this device.
         session.leave(failure_of(error))
         raise
     return False
 
 
 def _task_maker(task: Any, data: str | None, device: str) -> Callable[[FederationInfo, Manifest], Task]:
-    """Return the function that makes the task, or loads its data if it is known by name. Raises BadArgument."""
     named = task is None or isinstance(task, str)
     if data is not None and not named:
-        raise BadArgument("data belongs to a task known by name; leave it out where the task has its data")
+        raise BadArgument("data needs a task known by name; leave it out if the task has its own data")
     if not named and not isinstance(task, Task) and (is_module(task) or not callable(task)):
         raise BadArgument(
             f"task is a {type(task).__name__}; give a Task: Task(name, model, loss, train, validation), or a function "
@@ -354,28 +348,28 @@ def _task_maker(task: Any, data: str | None, device: str) -> Callable[[Federatio
 
     def make(info: FederationInfo, manifest: Manifest) -> Task:
         if named and task not in (None, info.task):
-            raise BadArgument(f"the federation {info.name} trains {info.task!r}, not {task!r}; give that, or no task")
+            raise BadArgument(f"the federation {info.name} trains {info.task!r}, not {task!r}; give {info.task!r}")
         if named:
             settings = info.settings
             return load_data_of(manifest, data, device=device, seed=settings.seed, batch_size=settings.batch_size)
         made = task if isinstance(task, Task) else task(info)
         if not isinstance(made, Task):
-            raise BadArgument(f"the function given as task returns a {type(made).__name__}; have it return a Task")
+            raise BadArgument(f"the task function returns a {type(made).__name__}; return a Task")
         return made
 
     return make
 
 
 def _nothing_trained(session: Session, name: str) -> NothingTrained:
-    """Return why this device comes to its end without a model of its own."""
     rounds = session.progress.rounds
     did = f"{name} took part in {rounds} rounds, but has no personal model" if rounds else f"{name} has trained nothing"
     if session.last_failure is None:
         return NothingTrained(
-            f"{did}: the federation was over before; join one that runs, or ask its operator to reopen it"
+            f"{did}: the federation is finished; join one that runs, or ask its operator to reopen it"
         )
-    where = "its last try ended so" if session.failed_rounds < FAILURES else f"{session.failed_rounds} times in a row"
-    return NothingTrained(f"{did}: {where}: {session.last_failure}")
+    failed_rounds = session.failed_rounds
+    tries = "the last round failed" if failed_rounds < FAILURES else f"{failed_rounds} rounds in a row failed"
+    return NothingTrained(f"{did}: {tries}: {session.last_failure}")
 
 
 def _watchdog(
@@ -385,7 +379,6 @@ def _watchdog(
     say: Callable[[str], None],
     sleep: Callable[[float], None],
 ) -> Watchdog:
-    """Return the watchdog of ``policy``, which continues to count today's spending after a restart."""
     watchdog = Watchdog(
         policy,
         read,
@@ -394,13 +387,16 @@ def _watchdog(
         spent=read_spent(folder.cached(SPENT)),
         keep=lambda spent: folder.cache(SPENT, spent.model_dump_json().encode()),
     )
-    watchdog.look()  # whether the temperature can be read decides how long rounds take
+    # Predictions of round times depend on whether the temperature can be read.
+    watchdog.look()
     return watchdog
 
 
 def run_session(session: Session, tell: ProgressReporter, halt: Stop, export: Callable[[], Export | None]) -> None:
-    """Take steps until the federation is over. A device that stops early has its model exported then, and stays to
-    answer evaluations. Raises Stopped."""
+    """Take steps until the federation is over. Raises Stopped.
+
+    After early stopping, export the personal model and keep answering evaluations.
+    """
     stopped = session.progress.stopped_round is not None
     wait = STOPPABLE_POLL_SECONDS if halt.possible else LONG_POLL_SECONDS
     while True:
@@ -419,20 +415,22 @@ def run_session(session: Session, tell: ProgressReporter, halt: Stop, export: Ca
             except (OSError, ExportError) as error:
                 exported = None
                 tell.say(f"the personal model could not be exported yet: {error}")
-            where = f"; its personal model is {exported.path}" if exported else ""
+            saved = f"; its personal model is {exported.path}" if exported else ""
             tell.say(
-                f"training stopped early in round {session.progress.stopped_round}{where}. Staying to answer "
-                f"evaluations; Ctrl-C leaves"
+                f"training stopped early in round {session.progress.stopped_round}{saved}. The device stays to answer "
+                f"evaluations; press Ctrl-C to leave"
             )
         if step.outcome is Outcome.idle:
-            halt.sleep(step.pause_seconds)  # to the second: the coordinator gives each device a moment of its own
+            # Not rounded: the coordinator spreads the devices' calls over time.
+            halt.sleep(step.pause_seconds)
 
 
 def _export(session: Session, name: str, path: Path | str | None) -> Export | None:
     tensors = None if path is None else session.best
     if path is None or tensors is None:
         return None
-    from .device.exporting import export_personal  # here, because most devices export nothing
+    # Imported here, because most devices do not export.
+    from .device.exporting import export_personal
 
     progress = session.progress
     source = Source(
@@ -448,22 +446,22 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
 
 
 def default_name() -> str:
-    """Return the host's name, in which characters that a device name may not hold are replaced."""
+    """Return the host's name, with characters replaced that device names must not contain."""
     name = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in socket.gethostname())
     return name.strip("._-")[:64] or "device"
 
 
 def check_name(name: str) -> None:
-    """Raise BadArgument unless ``name`` can be a device's."""
+    """Raise BadArgument unless ``name`` is a valid device name."""
     if not re.fullmatch(NAME_PATTERN, name):
         raise BadArgument(
-            f"{name!r} cannot be a device's name: up to 64 letters, digits, dots, dashes and underscores, the first a "
-            f"letter or digit; choose another --device-name"
+            f"{name!r} cannot be a device's name; give a --device-name of up to 64 letters, digits, dots, dashes and "
+            f"underscores that begins with a letter or digit"
         )
 
 
 def check_writable(path: Path) -> None:
-    """Raise BadArgument unless a file can be written at ``path``: better now than after the training."""
+    """Create the parent folder of ``path``, and raise BadArgument if the file cannot be written."""
     if path.is_dir():
         raise BadArgument(f"{path} is a folder; give --export a file in it, such as {path / 'model.onnx'}")
     try:
@@ -493,12 +491,12 @@ def _command(options: argparse.Namespace) -> None:
             quiet=options.quiet,
         )
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("left the federation; the same command goes on where this device was") from None
+        raise KeyboardInterrupt("left the federation; run the same command to resume") from None
     with EnergyMeter(model=options.watts) as meter:
         print((as_json if options.json else report)(result, meter.describe()))
     if result.trained_nothing and not result.interrupted:
         raise NothingTrained(
-            f"{result.name} has trained nothing: {failed(result.failures)}, the last so: {result.failure}"
+            f"{result.name} has trained nothing: {failed(result.failures)}; the last error: {result.failure}"
         )
 
 
@@ -506,38 +504,37 @@ def _options(parser: Parser) -> None:
     add_server(parser)
     read.add_federation_to_join(parser)
     parser.add_argument("--device-name", metavar="NAME", help="unique in the federation (default: the host's name)")
-    parser.add_argument("--data", help="this device's data, as its task wants it: a file or folder, or index=0,of=5")
+    parser.add_argument("--data", help="this device's data: a file, a folder, or index=0,of=5, as its task expects")
     add_skip_unreadable(parser)
-    parser.add_argument("--state-dir", type=Path, help="where the device keeps its model and identity")
+    parser.add_argument("--state-dir", type=Path, help="folder for the device's model and identity")
     parser.add_argument(
         "--budget",
         type=_budget,
-        help="share of each layer's neurons to train, 0 < B <= 1: bounds bytes more than time; auto: what "
-        "this device can afford (default: auto)",
+        help="share of each layer's neurons to train, 0 < B <= 1; auto: what this device can afford (default: auto)",
     )
     parser.add_argument(
         "--policy",
         default="auto",
         metavar="FILE",
-        help="when this device may work: a TOML file, none, or auto: as suits its kind (default: %(default)s)",
+        help="when to work: a TOML file, none, or auto: depends on the kind of device (default: %(default)s)",
     )
-    read.add_pairs(parser, "--limit", "a limit of the policy, such as hours=22:00-07:00; may be repeated")
+    read.add_pairs(parser, "--limit", "set a limit of the policy, such as hours=22:00-07:00; may be repeated")
     add_help_settings(parser, Policy, "the limits of a policy")
-    parser.add_argument("--export", type=Path, help="write the personal model here, as the smallest ONNX file")
+    parser.add_argument("--export", type=Path, help="write the personal model to this ONNX file")
     parser.add_argument(
-        "--watts", type=_watts, help="IDLE:MAX watts of this board, to estimate joules without a sensor"
+        "--watts", type=_watts, help="IDLE:MAX watts of this board, to estimate energy without a sensor"
     )
     add_wait(parser, None)
     add_compute(parser)
-    parser.add_argument("--threads", type=read.count, help="CPU threads (default: what is fastest)")
+    parser.add_argument("--threads", type=read.count, help="CPU threads (default: the fastest number)")
     parser.add_argument(
-        "--deterministic", action="store_true", help="on the CPU, nothing chosen by speed: same bits again"
+        "--deterministic", action="store_true", help="train on the CPU and reproduce the same bits on every run"
     )
     parser.add_argument(
         "--memory-limit",
         type=read.mebibytes,
         metavar="MIB",
-        help="what this process may hold (default: what there is)",
+        help="memory for this process (default: all available memory)",
     )
     parser.add_argument(
         "--require-secure",
@@ -545,20 +542,20 @@ def _options(parser: Parser) -> None:
         nargs="?",
         const=1,
         metavar="N",
-        help="send updates under masks alone, where N devices may collude",
+        help="send only masked updates, in rounds that tolerate N colluding devices",
     )
     parser.add_argument(
         "--known-devices",
         type=Path,
         metavar="FILE",
-        help="likewise, and with these devices alone: lines NAME KEY",
+        help="send only masked updates, with the devices in FILE: lines NAME KEY",
     )
     parser.add_argument(
         "--publisher",
         metavar="FINGERPRINT",
         help="train only a model signed by this publisher (default: the first one met)",
     )
-    parser.add_argument("--pin-model", action="store_true", help="accept no replacement of the model")
+    parser.add_argument("--pin-model", action="store_true", help="refuse replacements of the model")
     parser.add_argument(
         "--require",
         action="append",
@@ -569,24 +566,24 @@ def _options(parser: Parser) -> None:
     parser.add_argument(
         "--plain-metrics",
         action="store_true",
-        help="report losses in clear where a secure federation asks for that",
+        help="report losses unmasked if a secure federation asks for them",
     )
     parser.add_argument(
         "--own-frozen",
         action="store_true",
-        help="do not share frozen values with other federations on this machine: download them for this one",
+        help="download frozen values for this federation only; do not share them with others on this machine",
     )
     parser.add_argument(
         "--local-noise",
         type=float,
         metavar="Z",
-        help="add noise to every value sent, Z times the clip, and report no losses",
+        help="add noise of Z times --local-clip to every sent value, and do not report losses",
     )
     parser.add_argument(
-        "--local-clip", type=float, metavar="C", help="with it, the largest 2-norm of an update (default: 1)"
+        "--local-clip", type=float, metavar="C", help="largest 2-norm of an update before noise (default: 1)"
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    parser.add_argument("--verbose", action="store_true", help="say more")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.add_argument("--verbose", action="store_true", help="log more")
     add_json(parser)
     tls.add_options(parser)
 
@@ -596,7 +593,6 @@ def _budget(text: str) -> float | None:
 
 
 def _policy(text: str, limits: Mapping[str, str]) -> Policy:
-    """Return the policy that the options ask for. Raises BadArgument."""
     if text == "none":
         chosen = Policy()
     elif text == "auto":
@@ -619,7 +615,7 @@ COMMAND = Command(
     _options,
     _command,
     usage="[--server URL] [--federation NAME] [options]",
-    epilog="SPARROW_ENROLMENT_TOKEN holds the enrolment token where the coordinator asks for one.",
+    epilog="Set SPARROW_ENROLMENT_TOKEN if the coordinator requires an enrolment token.",
 )
 main = COMMAND.main
 

@@ -3,10 +3,7 @@
     sparrow predict model.onnx --input week.csv --top 3
     sparrow predict model.onnx --input samples.npy --watch
 
-``Predictor`` is one loaded model; ``Watched`` is the newest of a file that is replaced now and then, as a device's
-export is after more training.
-
-Exit codes: docs/cli.md.
+``Predictor`` is a loaded model; ``Watched`` reloads a model file when it is replaced.
 """
 
 from __future__ import annotations
@@ -38,24 +35,23 @@ __all__ = ["NoSuchFile", "PredictError", "Predictor", "Timing", "Watched", "top_
 
 Array = NDArray[Any]
 
+# Samples per run: enough to keep a board's cores busy, few enough for its memory.
 CHUNK = 256
-"""Samples per run of the model: enough to keep a board's cores busy, few enough for its memory."""
 
+# Option -> ONNX Runtime's execution providers; later ones run operators that earlier ones lack.
 PROVIDERS = {
     "cpu": ("CPUExecutionProvider",),
     "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
     "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
 }
-"""Where a model can run -> ONNX Runtime's execution providers, the later ones for operators that an earlier has not."""
 
+# Duration of repeated predictions when measuring energy: sensors update too slowly for a single one.
 ENERGY_SECONDS = 0.5
-"""How long predictions are repeated to count their joules: sensors tick too slowly for one."""
 
 WATCH_SECONDS = 1.0
-"""How often a model file is looked at."""
 
+# Samples named in an error message.
 NAMED = 5
-"""How many samples a message names."""
 
 _DTYPES = {
     "tensor(float)": "float32",
@@ -64,7 +60,7 @@ _DTYPES = {
 
 
 class PredictError(SdkError):
-    """The model or the input cannot be used; the text says what to do."""
+    """The model or the input cannot be used."""
 
 
 class NoSuchFile(PredictError):
@@ -75,9 +71,9 @@ class NoSuchFile(PredictError):
 
 @dataclass(frozen=True)
 class Timing:
-    """The cost of one sample alone: seconds, median and 95th percentile; joules, None where nobody knows.
+    """The cost of predicting a single sample: median and 95th percentile in seconds, and joules if known.
 
-    energy: how the joules were come by (``measured, rapl``), or why there are none.
+    energy: quality and source of the joules (``measured, rapl``), or why they are unknown.
     """
 
     p50: float
@@ -87,13 +83,11 @@ class Timing:
 
 
 class Predictor:
-    """A model ready to run.
+    """A loaded model.
 
-    ``input_shape`` and ``output_shape`` are those of one sample (None where an axis is free), ``dtype`` is the input's;
-    ``properties`` is what the file says of itself: method, round, density, classes, .... A model with its preparation
-    in front takes raw samples. ``class_names`` are those of the outputs, empty if the file has none; a name is "" for
-    an output that no class of the device has. ``target`` is the name of the number that a regression predicts, else
-    None.
+    input_shape, output_shape: of one sample; None for a free axis. dtype: of the input. properties: the file's
+    metadata, such as method, round and density; with ``preparation``, the model takes raw samples. class_names: of the
+    outputs, "" for a spare output; empty if unknown. target: column that a regression predicts, else None.
     """
 
     def __init__(
@@ -101,8 +95,8 @@ class Predictor:
     ) -> None:
         """Load the ``.onnx`` or ``.ort`` file ``path``.
 
-        threads: of the processor; None leaves their number to ONNX Runtime. provider: one of ``PROVIDERS``. chunk:
-        samples per run. Raises PredictError; MissingPart without ONNX Runtime.
+        threads: None: ONNX Runtime's choice. provider: one of ``PROVIDERS``. chunk: samples per run.
+        Raises PredictError; MissingPart without ONNX Runtime.
         """
         try:
             import onnxruntime
@@ -111,28 +105,32 @@ class Predictor:
         if not Path(path).is_file():
             raise NoSuchFile(f"there is no model file {path}; export one with sparrow export")
         if chunk < 1:
-            raise PredictError(f"{chunk} samples per run; at least 1 is needed")
+            raise PredictError(f"{chunk} samples per run; give at least 1")
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors only: its warnings are about its own optimiser
+        # Only errors: the warnings concern ONNX Runtime's own optimiser.
+        options.log_severity_level = 3
         if threads is not None:
             if threads < 1:
-                raise PredictError(f"{threads} threads; at least 1 is needed")
+                raise PredictError(f"{threads} threads; give at least 1")
             options.intra_op_num_threads = threads
         providers = _providers(provider, onnxruntime.get_available_providers())
         try:
             self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
-        except Exception as error:  # ONNX Runtime's exceptions share no public base class
+        # ONNX Runtime's exceptions share no public base class.
+        except Exception as error:
             raise PredictError(f"{path} is not a model that ONNX Runtime can load: {error}") from error
-        # Where a library of the accelerator's is missing, ONNX Runtime goes on without it.
+        # If a library of the accelerator is missing, ONNX Runtime falls back to the CPU.
         if providers[0] not in self._session.get_providers():
             raise PredictError(
-                f"{provider} is there but could not be started; see that this onnxruntime-gpu finds its CUDA, cuDNN "
-                f"and TensorRT libraries, or choose cpu"
+                f"{provider} could not be started; make the CUDA, cuDNN and TensorRT libraries available to "
+                f"onnxruntime-gpu, or choose cpu"
             )
-        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
+        inputs = self._session.get_inputs()
+        outputs = self._session.get_outputs()
         if len(inputs) != 1 or len(outputs) != 1 or inputs[0].type not in _DTYPES or not inputs[0].shape:
-            raise PredictError(f"{path} does not take and give one batch of samples; export it with sparrow export")
-        self._input, self._output = inputs[0].name, outputs[0].name
+            raise PredictError(f"{path} must have one input and one output; export it with sparrow export")
+        self._input = inputs[0].name
+        self._output = outputs[0].name
         self._chunk = chunk
         self.input_shape = _lengths(inputs[0].shape[1:])
         self.output_shape = _lengths(outputs[0].shape[1:])
@@ -145,39 +143,38 @@ class Predictor:
             self.target: str | None = str(targets.get("column", "output")) if regression else None
             self._fills = bool(json.loads(self.properties.get("preparation", "{}")).get("missing"))
         except (ValueError, TypeError, AttributeError) as error:
-            raise PredictError(f"{path}: its metadata are damaged ({error}); export the model again") from None
+            raise PredictError(f"{path}: damaged metadata ({error}); export the model again") from None
 
     def named(self, output: int) -> str:
-        """Return the name of a class, or its number if it has none."""
+        """Return the name of an output's class, or its number if it has no name."""
         if output < len(self.class_names):
             return self.class_names[output] or f"spare output {output}"
         return f"class {output}"
 
     def __call__(self, inputs: Array) -> Array:
-        """Return outputs [N, *output_shape] of the samples ``inputs`` [N, *input_shape] of type ``dtype``, N >= 1.
+        """Predict: [N, *input_shape] of type ``dtype`` -> [N, *output_shape], N >= 1.
 
-        Raises PredictError when shape or type differ, or a value is not finite. NaN is a missing value if the model's
-        preparation puts the mean in its place.
+        Raises PredictError for another shape or type, and for values that are not finite, except NaN if the model's
+        preparation replaces missing values.
         """
         self._check(inputs)
         chunks = [self._run(inputs[start : start + self._chunk]) for start in range(0, len(inputs), self._chunk)]
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
     def warm_up(self, runs: int = 10) -> None:
-        """Run on zeros, so that the first sample is not slower than those after it."""
+        """Run on zeros, so that the first sample is not slower than later ones."""
         for _ in range(runs):
             self._run(self._zeros())
 
     def latency(self, sample: Array | None = None, repeats: int = 100) -> float:
-        """Median seconds (p50) of one sample alone; see ``measure``."""
+        """Return the median seconds of a single sample; see ``measure``."""
         return self.measure(sample, repeats).p50
 
     def measure(self, sample: Array | None = None, repeats: int = 100, meter: EnergyMeter | None = None) -> Timing:
-        """Measure the cost of one sample alone over ``repeats`` runs, after a tenth as many to warm up.
+        """Measure the cost of a single sample over ``repeats`` runs.
 
-        sample: [1, *input_shape]; zeros where none is given, since a dense model takes the same time for any input.
-        meter: to count joules with, which takes another ``ENERGY_SECONDS``. Raises
-        PredictError for a sample that does not fit.
+        sample: [1, *input_shape]; default: zeros, because a dense model's time does not depend on values. meter: also
+        measure joules, for another ``ENERGY_SECONDS``. Raises PredictError for a sample that does not fit.
         """
         sample = self._zeros() if sample is None else sample
         self._check(sample)
@@ -191,7 +188,8 @@ class Predictor:
         p50, p95 = (float(value) for value in np.percentile(seconds, [50, 95]))
         if meter is None:
             return Timing(p50, p95)
-        runs, end = 0, time.monotonic() + ENERGY_SECONDS
+        runs = 0
+        end = time.monotonic() + ENERGY_SECONDS
         with meter.phase("predict") as phase:
             while runs == 0 or time.monotonic() < end:
                 self._run(sample[:1])
@@ -199,7 +197,8 @@ class Predictor:
         energy = phase.energy
         if energy.joules is None or not energy.coverage:
             return Timing(p50, p95, None, str(energy.reason or "no sensor covered the predictions"))
-        each = energy.joules / energy.coverage / runs  # joules are of the covered time alone
+        # The meter counts joules only in the covered share of the time.
+        each = energy.joules / energy.coverage / runs
         return Timing(p50, p95, each, f"{energy.quality}, {energy.source}")
 
     def _zeros(self) -> Array:
@@ -208,7 +207,7 @@ class Predictor:
     def _run(self, inputs: Array) -> Array:
         try:
             (output,) = self._session.run([self._output], {self._input: inputs})
-        except Exception as error:  # see __init__
+        except Exception as error:
             raise PredictError(f"the model failed on this input: {error}") from error
         return np.asarray(output)
 
@@ -218,40 +217,38 @@ class Predictor:
             length in (None, found) for length, found in zip(self.input_shape, inputs.shape[1:], strict=True)
         )
         if not fits:
-            alone = inputs.ndim == len(wanted) and all(
+            single = inputs.ndim == len(wanted) and all(
                 length in ("any", found) for length, found in zip(wanted, inputs.shape, strict=True)
             )
-            hint = " (add the batch axis with inputs[None])" if alone else ""
+            hint = " (add the batch axis with inputs[None])" if single else ""
             raise PredictError(
                 f"the input has shape {inputs.shape}, the model wants (samples, {', '.join(map(str, wanted))}){hint}"
             )
         if inputs.dtype != self.dtype:
             raise PredictError(
-                f"the input is of {inputs.dtype}, the model wants {self.dtype}; "
+                f"the input has type {inputs.dtype}, the model wants {self.dtype}; "
                 f"{'give raw samples' if 'preparation' in self.properties else 'scale it as in training'}, and convert "
                 f"them with inputs.astype('{self.dtype}')"
             )
         if len(inputs) == 0:
-            raise PredictError("the input holds no sample; give at least one")
-        # A preparation that standardises puts the mean in the place of NaN.
+            raise PredictError("the input has no samples; give at least one")
+        # The preparation replaces NaN by the mean. Other bad values would silently give a class.
         bad = np.isinf(inputs) if self._fills else ~np.isfinite(inputs)
-        if bad.any():  # the model would answer a class all the same
+        if bad.any():
             unusable = np.flatnonzero(bad.reshape(len(inputs), -1).any(axis=1))
             names = ", ".join(map(str, unusable[:NAMED])) + (", ..." if len(unusable) > NAMED else "")
             raise PredictError(
-                f"the input has values that are no finite numbers in {len(unusable)} of {len(inputs)} samples "
+                f"the input has values that are not finite in {len(unusable)} of {len(inputs)} samples "
                 f"({names}, counted from 0); replace the values or leave these samples out"
             )
 
 
 class Watched:
-    """The newest model of a file that is replaced now and then; predicts as ``Predictor`` does.
+    """A predictor that reloads its model file when the file is replaced.
 
-    A file that has changed is loaded whole and run once before it takes over, in one step: a prediction that is under
-    way ends with the model it began with. One that cannot be loaded, or takes or gives other shapes, is told to
-    ``report`` and left; the model before it stays. ``on_swap`` is told the new predictor. Looks at the file every
-    ``seconds`` in a thread of its own, between ``start`` and ``close`` (or as a context manager), or when ``refresh``
-    is called.
+    A new file is loaded and run once, then replaces the model atomically; a running prediction finishes with the old
+    model. A file that cannot be loaded, or has other shapes, is passed to ``report`` and ignored. Between ``start`` and
+    ``close`` (or as a context manager), a thread checks the file every ``seconds``; ``refresh`` checks it once.
     """
 
     def __init__(
@@ -265,11 +262,14 @@ class Watched:
         report: Callable[[str], object] = lambda trouble: None,
         on_swap: Callable[[Predictor], object] = lambda predictor: None,
     ) -> None:
-        """Load what is there now. Raises PredictError."""
-        self._path, self._seconds = Path(path), seconds
+        """Load the current file. Raises PredictError."""
+        self._path = Path(path)
+        self._seconds = seconds
         self._load = partial(Predictor, path, threads, provider=provider, chunk=chunk)
-        self._report, self._on_swap = report, on_swap
-        self._seen = self._signature()  # before loading: what is replaced meanwhile is seen as new
+        self._report = report
+        self._on_swap = on_swap
+        # Before loading, so that a replacement in the meantime counts as new.
+        self._seen = self._signature()
         self._current = self._load()
         self._refreshing = threading.Lock()
         self._stop = threading.Event()
@@ -277,18 +277,19 @@ class Watched:
 
     @property
     def current(self) -> Predictor:
-        """The model that predicts now."""
+        """The current model."""
         return self._current
 
     def __call__(self, inputs: Array) -> Array:
-        """Return outputs of the newest model; see ``Predictor``."""
+        """Predict with the current model; see ``Predictor``."""
         return self._current(inputs)
 
     def refresh(self) -> bool:
-        """Look at the file once; True where another model took over. Never raises for a file that cannot be used."""
+        """Check the file once; return True if a new model was loaded. Does not raise for an unusable file."""
         with self._refreshing:
             signature = self._signature()
-            if signature is None or signature == self._seen:  # one that is gone may be about to be replaced
+            # A missing file may be about to be replaced.
+            if signature is None or signature == self._seen:
                 return False
             self._seen = signature
             try:
@@ -296,21 +297,21 @@ class Watched:
                 self._check(newer)
                 newer.warm_up(1)
             except PredictError as error:
-                self._report(f"the newer {self._path} is not used, the model before it is: {error}")
+                self._report(f"the new {self._path} cannot be used, the old model stays: {error}")
                 return False
             self._current = newer
         self._on_swap(newer)
         return True
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Start watching the file."""
         if self._thread is None:
             self._stop.clear()
             self._thread = threading.Thread(target=self._watch, name="model-watch", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Watch no more; predictions go on with the model that is there."""
+        """Stop watching; the current model still predicts."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -335,24 +336,24 @@ class Watched:
         return found.st_ino, found.st_mtime_ns, found.st_size
 
     def _check(self, newer: Predictor) -> None:
-        was, now = self._current, newer
+        was = self._current
+        now = newer
         if (was.input_shape, was.output_shape, was.dtype) != (now.input_shape, now.output_shape, now.dtype):
             raise PredictError(
-                f"it takes {now.input_shape} of {now.dtype} and gives {now.output_shape}, not {was.input_shape} of "
-                f"{was.dtype} and {was.output_shape}; start anew for another task"
+                f"its input is {now.dtype} {now.input_shape} and its output {now.output_shape}, instead of {was.dtype} "
+                f"{was.input_shape} and {was.output_shape}; start sparrow predict again for another task"
             )
 
 
 def _providers(name: str, offered: list[str]) -> list[str]:
-    """Return the execution providers for ``name``, of those that this ONNX Runtime offers."""
     if name not in PROVIDERS:
-        raise PredictError(f"there is no provider {name!r}; choose one of {', '.join(PROVIDERS)}")
+        raise PredictError(f"unknown provider {name!r}; choose one of {', '.join(PROVIDERS)}")
     first, *rest = PROVIDERS[name]
     if first not in offered:
         usable = [known for known, (wanted, *_) in PROVIDERS.items() if wanted in offered]
         raise PredictError(
-            f"this ONNX Runtime has no {name}, it offers {', '.join(usable)}; choose one of them, or "
-            f"pip install onnxruntime-gpu in place of onnxruntime"
+            f"this ONNX Runtime does not support {name}; choose one of {', '.join(usable)}, or install onnxruntime-gpu "
+            f"instead of onnxruntime"
         )
     return [first, *(provider for provider in rest if provider in offered)]
 
@@ -362,16 +363,14 @@ def _lengths(shape: list[int | str | None]) -> tuple[int | None, ...]:
 
 
 def top_classes(scores: Array, count: int) -> NDArray[np.intp]:
-    """Return the ``count`` classes of highest score, best first: [N, classes] -> [N, count]; ties go to the lower
-    class.
-    """
+    """Return the classes of highest score, best first: [N, classes] -> [N, count]; ties: lower class first."""
     return np.argsort(-scores, axis=1, kind="stable")[:, :count]
 
 
 def read_inputs(data: str, predictor: Predictor) -> Array | Sequence[Array]:
-    """Return raw samples from a file or folder, as the model takes them; one by one if they are decoded from files.
+    """Return samples for the model from a file or folder; pictures and sounds are decoded one by one.
 
-    data: the path, and perhaps options as ``--data`` of ``sparrow join`` has them. Raises PredictError, DataError.
+    data: path and options, as in ``sparrow join --data``. Raises PredictError, DataError.
     """
     from sparrow.protocol.preparation import Preparation, Targets
 
@@ -379,22 +378,22 @@ def read_inputs(data: str, predictor: Predictor) -> Array | Sequence[Array]:
 
     path, options, rest = read_options(data)
     if rest:
-        raise WrongUsage(f"--input: {rest!r} is not understood; give a file, and how to read it, such as missing=mean")
+        raise WrongUsage(f"--input: unknown option {rest!r}; give a file and options such as missing=mean")
     if options.missing == "drop":
-        raise WrongUsage("--input: missing=drop would number samples anew; give missing=mean, or mend the file")
+        raise WrongUsage("--input: missing=drop would renumber the samples; give missing=mean, or repair the file")
     if not Path(path).exists():
         raise NoSuchFile(f"there is no input file {path}")
     described = predictor.properties.get("preparation")
     if described is None and Path(path).suffix.lower() not in (".npy", ".npz"):
         raise PredictError(
-            f"{path}: the model says nothing of columns, for it was exported without a preparation; give prepared "
-            "samples as an .npy file"
+            f"{path}: the model was exported without a preparation and cannot read tables, pictures or sounds; give "
+            "prepared samples as an .npy file"
         )
     try:
         preparation = None if described is None else Preparation.model_validate_json(described)
         targets = Targets.model_validate_json(predictor.properties.get("targets", "{}"))
     except ValueError as error:
-        raise PredictError(f"the model's description of its samples is damaged ({error}); export it again") from None
+        raise PredictError(f"the model's description of samples is damaged ({error}); export the model again") from None
     shape = None if described is not None else tuple(length or 1 for length in predictor.input_shape)
     parts = read_file(path, options, preparation=preparation, targets=targets, shape=shape, labelled=False)
     raw = parts.get("", parts.get("test", next(iter(parts.values()))))
@@ -407,19 +406,19 @@ def read_inputs(data: str, predictor: Predictor) -> Array | Sequence[Array]:
 
 @dataclass(frozen=True)
 class _Predicted:
-    """The result of the command for one model file; times are in seconds."""
+    """The result of the command for one model file. files: one per sample, if each sample is a file."""
 
     predictor: Predictor
     outputs: Array
     seconds: float
     alone: Timing | None = None
     files: list[str] = field(default_factory=list)
-    """Of each sample, if each is a file."""
 
 
 def _show(found: _Predicted, top: int) -> str:
-    """For a person."""
-    lines, outputs, count = [], found.outputs, len(found.outputs)
+    lines = []
+    outputs = found.outputs
+    count = len(outputs)
     predictor = found.predictor
     if predictor.target is not None:
         for number, values in enumerate(outputs.reshape(count, -1)):
@@ -431,12 +430,12 @@ def _show(found: _Predicted, top: int) -> str:
             named = ", ".join(f"{predictor.named(index)} (score {outputs[number, index]:.3f})" for index in classes)
             lines.append(f"{_called(found, number)}: {named}")
     else:
-        lines.append(f"outputs of shape {outputs.shape}: no class scores; save them with --output")
+        lines.append(f"outputs of shape {outputs.shape} are no class scores; save them with --output")
     lines.append(f"{count} samples in {found.seconds * 1e3:.2f} ms, {found.seconds * 1e3 / count:.3f} ms each")
     if (alone := found.alone) is not None:
         joules = "unknown" if alone.joules is None else f"{alone.joules * 1e3:.3g} mJ"
         lines.append(
-            f"one alone: {alone.p50 * 1e3:.3f} ms (p50), {alone.p95 * 1e3:.3f} ms (p95), "
+            f"single sample: {alone.p50 * 1e3:.3f} ms (p50), {alone.p95 * 1e3:.3f} ms (p95), "
             f"energy {joules} ({alone.energy})"
         )
     return "\n".join(lines)
@@ -447,9 +446,10 @@ def _called(found: _Predicted, number: int) -> str:
 
 
 def _as_json(found: _Predicted, top: int) -> str:
-    """For a program: the classes of each sample, best first, or the numbers of a regression; None for neither."""
-    outputs, predictor = found.outputs, found.predictor
-    classes, numbers = None, None
+    outputs = found.outputs
+    predictor = found.predictor
+    classes = None
+    numbers = None
     if predictor.target is not None:
         numbers = outputs.reshape(len(outputs), -1).tolist()
     elif outputs.ndim == 2:
@@ -480,7 +480,7 @@ def _first(inputs: Array | Sequence[Array]) -> Array:
 
 
 def _measured(predictor: Predictor, sample: Array) -> Timing:
-    from sparrow.devices import EnergyMeter  # the standard library alone, and of no use to who only predicts
+    from sparrow.devices import EnergyMeter
 
     with EnergyMeter() as meter:
         return predictor.measure(sample, meter=meter)
@@ -492,28 +492,28 @@ def _options(parser: Parser) -> None:
         "--input",
         required=True,
         metavar="FILE",
-        help="raw samples: a table, npz, npy, picture or sound, or a folder of these, and options",
+        help="raw samples: a table, npz, npy, picture or sound, or a folder of these, with options",
     )
     add_skip_unreadable(parser)
     parser.add_argument("--output", type=Path, help="write the raw outputs to this .npy file")
-    parser.add_argument("--top", type=int, default=1, help="classes to show per sample (default 1)")
-    parser.add_argument("--threads", type=int, help="threads to use (default: ONNX Runtime decides)")
-    parser.add_argument("--provider", choices=PROVIDERS, default="cpu", help="where to run it (default cpu)")
-    parser.add_argument("--chunk", type=int, default=CHUNK, help=f"samples per run (default {CHUNK})")
+    parser.add_argument("--top", type=int, default=1, help="classes to show per sample (default: 1)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: ONNX Runtime's choice)")
+    parser.add_argument("--provider", choices=PROVIDERS, default="cpu", help="device to run on (default: cpu)")
+    parser.add_argument("--chunk", type=int, default=CHUNK, help=f"samples per run (default: {CHUNK})")
     parser.add_argument(
         "--watch",
         nargs="?",
         type=float,
         const=WATCH_SECONDS,
         metavar="SECONDS",
-        help=f"stay, and predict again with each newer model file; looks every so often (default {WATCH_SECONDS:g})",
+        help=f"predict again after each change of the model file, checked every SECONDS (default: {WATCH_SECONDS:g})",
     )
-    add_json(parser, ", with --watch a line for each model")
+    add_json(parser, ", with --watch one line per model")
 
 
 def _run(options: argparse.Namespace) -> None:
     if options.top < 1:
-        raise WrongUsage(f"--top {options.top}: show at least 1 class")
+        raise WrongUsage(f"--top {options.top}: give at least 1")
     if options.watch is not None and not options.watch > 0:
         raise WrongUsage(f"--watch {options.watch}: give seconds above 0")
     watched = Watched(
@@ -530,7 +530,7 @@ def _run(options: argparse.Namespace) -> None:
     while options.watch is not None:
         time.sleep(options.watch)
         if watched.refresh():
-            print(f"a newer {options.model}: {_describe(watched.current)}", file=sys.stderr)
+            print(f"new {options.model}: {_describe(watched.current)}", file=sys.stderr)
             print(show(_predict(watched.current, inputs, options.output), options.top), flush=True)
 
 
@@ -549,12 +549,13 @@ def _predict(predictor: Predictor, inputs: Array | Sequence[Array], output: Path
 
 def _describe(predictor: Predictor) -> str:
     known = [f"{name} {predictor.properties[name]}" for name in ("method", "round") if name in predictor.properties]
-    return ", ".join(known) or "it says nothing of itself"
+    return ", ".join(known) or "no description"
 
 
 def _write(path: Path, outputs: Array) -> None:
     try:
-        with path.open("wb") as file:  # numpy.save on a path would append ".npy" to other names
+        # Given a path, numpy.save would append ".npy" to other names.
+        with path.open("wb") as file:
             np.save(file, outputs, allow_pickle=False)
     except OSError as error:
         raise PredictError(f"{path} cannot be written: {error.strerror}") from error

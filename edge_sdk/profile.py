@@ -1,7 +1,7 @@
-"""``sparrow profile --task cifar10 --budget 0.4``: a training step at a budget on this device, predicted and measured.
+"""``sparrow profile --task cifar10 --budget 0.4``: predict and measure a training step on this device.
 
-Prints FLOPs, peak memory and seconds per step. The prediction is the one that ``join`` chooses its budget by
-(``edge_sdk.budget.prediction``). The measurement is a process of its own for each budget, which trains as a round does.
+Prints FLOPs, peak memory and seconds per step. ``join`` chooses its budget by the same predictions
+(``edge_sdk.budget.prediction``). Each budget is measured in a separate process that trains like a round.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Subject:
-    """A task as it is named to ``join``, on this device's data or on random inputs of its shape."""
+    """A task as named for ``join``, with this device's data or random inputs of the task's shape."""
 
     task: str
     settings: FederationSettings
@@ -67,7 +67,7 @@ class Subject:
     engine: EngineChoice = "auto"
 
     def load(self) -> tuple[Task, Manifest, Rehearse]:
-        """Return the task as the engine that was chosen takes it, its model's manifest, and what makes rehearsals.
+        """Return the task for the chosen engine, its model's manifest, and the constructor of rehearsals.
 
         Raises UnknownTask, DataError, UnsupportedLayer, CannotTrain.
         """
@@ -109,8 +109,7 @@ def _sessions(graphs: Graphs, threads: int) -> Sessions:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step of training as measured: FLOPs, None where nothing counts them; ``above`` bytes on top of the ``base``
-    held without it; mean seconds."""
+    """A measured training step: FLOPs (None if not counted), bytes held before it, bytes added, mean seconds."""
 
     flops: int | None
     base: int
@@ -119,29 +118,31 @@ class Measured:
 
     @property
     def memory(self) -> int:
-        """Return all bytes at the peak."""
+        """Bytes at the peak."""
         return self.base + self.above
 
 
 @dataclass(frozen=True)
 class Row:
-    """One budget. measured: None where its rounds need more memory than there is, or the process was killed."""
+    """One budget. measured: None if memory does not suffice."""
 
     predicted: Prediction
     measured: Measured | None
 
     @property
     def memory(self) -> Memory:
-        """Return the predicted memory, which is never left out here."""
-        assert self.predicted.memory is not None
+        """The predicted memory."""
+        assert self.predicted.memory is not None, "Predictor.at always predicts it"
         return self.predicted.memory
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The result. subject: with the engine and compute that were chosen. samples: of a step. limit: bytes that may be
-    held. whole_model: the method trains the whole model at any budget. choice: of ``join`` among the budgets, by
-    memory."""
+    """The result of ``profile``.
+
+    subject: with the chosen engine and compute. samples: per step. limit: available bytes. choice: the budget ``join``
+    would choose by memory. whole_model: the method trains the whole model at any budget.
+    """
 
     subject: Subject
     samples: int
@@ -152,7 +153,7 @@ class Profile:
 
     @property
     def largest_fitting(self) -> float | None:
-        """Return the largest of the budgets whose rounds fit into ``limit``."""
+        """The largest budget whose rounds fit into ``limit``."""
         return self.choice.budget if self.choice.fits else None
 
 
@@ -165,11 +166,11 @@ def profile(
     progress: Callable[[str], object] = lambda doing: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:
-    """Predict and measure what training takes at each of ``budgets``, in (0, 1]; by default at those of ``BUDGETS`` at
-    which the method can work.
+    """Predict and measure the cost of training at each of ``budgets``, in (0, 1].
 
-    steps: how many are measured. limit: bytes that a process may hold, what there is by default; a budget that does not
-    fit is not measured. progress: called with each prediction and measurement. clock: gives seconds.
+    budgets: default: those of ``BUDGETS`` that the method supports. steps: measured ones. limit: bytes for a process,
+    default: all available; a larger budget is not measured. progress: called with a description of each phase.
+
     Raises UnknownTask, UnknownMethod, DataError, UnsupportedLayer, BudgetTooSmall, Unpredictable, TrainingDiverged.
     """
     task, manifest, rehearse = subject.load()
@@ -196,9 +197,9 @@ def profile(
 def _predictor(
     task: Task, manifest: Manifest, settings: FederationSettings, rehearse: Rehearse, clock: Callable[[], float]
 ) -> Predictor:
-    """Return the predictor. Raises BadArgument for a method that needs what the coordinator makes of a federation."""
-    if load_method(settings.method).network is None:  # the model is the task's
-        with suppress(KeyError, UnknownWork):  # a setting of the method is missing
+    # A method with a network of its own, or without a required setting, depends on the coordinator.
+    if load_method(settings.method).network is None:
+        with suppress(KeyError, UnknownWork):
             predictor = Predictor(task, manifest, settings, rehearse=rehearse, clock=clock)
             if predictor.budgets:
                 return predictor
@@ -209,21 +210,23 @@ def _predictor(
 
 
 def _measured(subject: Subject, budget: float, steps: int, clock: Callable[[], float]) -> Measured | None:
-    # Spawned, not forked: it is to hold what a device's process would.
+    # Spawned, not forked, so that it holds only the memory of a device's process.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(measure, subject, budget, steps, clock).result()
-        except BrokenProcessPool:  # killed for its memory
+        except BrokenProcessPool:
+            # The system killed it for its memory.
             return None
 
 
 def measure(subject: Subject, budget: float, steps: int, clock: Callable[[], float] = time.perf_counter) -> Measured:
-    """Train ``steps`` steps at ``budget`` in this process, whose peak memory no other work should raise."""
+    """Train ``steps`` steps at ``budget`` in this process, which must run no other work: it measures peak memory."""
     task, manifest, rehearse = subject.load()
     method = load_method(subject.settings.method)
     rehearsal = rehearse(task, manifest, subject.settings, narrow=method.narrow, clock=clock)
     effort = method.at_budget(rehearsal, budget)
-    effort.train(2, 2)  # what any training loads is part of the base
+    # Warm up, so that the base includes libraries that any training loads.
+    effort.train(2, 2)
     device = task.compute.device
     base = held(device)
     if device == "cuda":
@@ -244,7 +247,7 @@ def measure(subject: Subject, budget: float, steps: int, clock: Callable[[], flo
 
 
 def table(found: Profile) -> str:
-    """Return the result for a person."""
+    """Return the result as a table."""
     steps = found.rows[0].predicted.steps
     lines = [
         f"{found.subject.task}, {found.subject.settings.method}, {found.samples} samples a step, {steps} steps a round "
@@ -255,22 +258,23 @@ def table(found: Profile) -> str:
         "  -------+-----------------------+---------------------------------------+---------------------+-------------",
     ]
     for row in found.rows:
-        predicted, held_before = row.predicted, row.memory.held
-        own = _cells(predicted.flops, held_before, row.memory.training, predicted.step_seconds)
+        predicted = row.predicted
+        own = _cells(predicted.flops, row.memory.held, row.memory.training, predicted.step_seconds)
         flops, bytes_, seconds = ("  ".join(pair) for pair in zip(own, _measured_cells(row.measured), strict=True))
         needs = f"{row.memory.total / MIB:5,.0f} {predicted.seconds:6.1f}"
         lines.append(f"  {predicted.budget:6.2f} | {flops} | {bytes_} | {seconds} | {needs}")
-    fits, where = found.largest_fitting, f"{found.limit / MIB:,.0f} MiB"
-    lines += ["", f"The largest of these budgets that fits into {where}: {fits:g}" if fits else ""]
+    fits = found.largest_fitting
+    limit = f"{found.limit / MIB:,.0f} MiB"
+    lines += ["", f"The largest of these budgets that fits into {limit}: {fits:g}" if fits else ""]
     if not fits:
-        lines[-1] = f"None of these budgets fits into {where}."
+        lines[-1] = f"None of these budgets fits into {limit}."
         if not found.whole_model:
             lines[-1] += " Try a smaller one."
         if found.samples > 1:
             lines[-1] += " A smaller --batch-size needs less."
     if found.whole_model:
         method = found.subject.settings.method
-        lines.append(f"{method} runs the whole model at any budget; a device whose budget is too small is not drawn.")
+        lines.append(f"{method} trains the whole model at any budget; devices with too small a budget are not drawn.")
     return "\n".join(lines)
 
 
@@ -290,7 +294,7 @@ def _measured_cells(measured: Measured | None) -> tuple[str, str, str]:
 
 
 def as_json(found: Profile) -> str:
-    """Return the result for a program: bytes, seconds and FLOPs."""
+    """Return the result as JSON, in bytes, seconds and FLOPs."""
     compute = found.subject.compute
     return json.dumps(
         {
@@ -309,7 +313,8 @@ def as_json(found: Profile) -> str:
 
 
 def _as_json(row: Row) -> dict[str, Any]:
-    predicted, memory = row.predicted, row.memory
+    predicted = row.predicted
+    memory = row.memory
     return {
         "budget": predicted.budget,
         "needed": memory.total,
@@ -352,25 +357,26 @@ def _show(bar: tqdm[Any], doing: str) -> None:
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("--task", required=True, help="cifar10, mnist:leaf, or any that join knows")
+    parser.add_argument("--task", required=True, help="cifar10, mnist:leaf or any task of sparrow join")
     parser.add_argument("--data", help="this device's data, as for join (default: random inputs of the task's shape)")
-    parser.add_argument("--method", default="fedspu", help="the federated method (default: %(default)s)")
+    parser.add_argument("--method", default="fedspu", help="federated method (default: %(default)s)")
     parser.add_argument(
         "--budget",
         type=read.budget,
         action="append",
-        help=f"may be given again (default: {', '.join(map(str, BUDGETS))})",
+        help=f"budget to profile; may be repeated (default: {', '.join(map(str, BUDGETS))})",
     )
     parser.add_argument("--batch-size", type=int, default=16, help="samples per step (default: %(default)s)")
+    parser.add_argument("--steps", type=read.count, default=STEPS, help="steps to measure (default: %(default)s)")
     parser.add_argument(
-        "--steps", type=read.count, default=STEPS, help="steps that are measured (default: %(default)s)"
+        "--memory-limit",
+        type=read.mebibytes,
+        metavar="MIB",
+        help="memory for a process (default: all available memory)",
     )
-    parser.add_argument(
-        "--memory-limit", type=read.mebibytes, metavar="MIB", help="what may be held (default: what there is)"
-    )
-    parser.add_argument("--threads", type=read.count, help="CPU threads (default: PyTorch's choice, or 1)")
+    parser.add_argument("--threads", type=read.count, help="CPU threads (default: PyTorch's choice, or 1 with onnx)")
     add_compute(parser)
-    read.add_pairs(parser, "--set", "other settings: optimizer=adam")
+    read.add_pairs(parser, "--set", "another setting, such as optimizer=adam; may be repeated")
     add_method_set(parser)
     add_help_settings(parser, FederationSettings, "all settings")
     add_json(parser, ": bytes, seconds, FLOPs")
@@ -378,7 +384,7 @@ def _options(parser: Parser) -> None:
 
 COMMAND = Command(
     "sparrow profile",
-    "Predict and measure what a step of local training takes at a budget on this device.",
+    "Predict and measure the cost of a local training step at a budget on this device.",
     _options,
     _command,
 )

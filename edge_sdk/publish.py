@@ -1,9 +1,8 @@
 """``sparrow publish``: create a federation on a running coordinator.
 
-As a library: ``publish(server, name, task, ...)`` creates one for a ``Task`` of one's own: its manifest is found by
-running the model, its ONNX skeleton made by torch's exporter, its training step compiled (``publishing.step``), and all
-are sent with the model's weights: as they are, or where the model is ``tasks.Seeded`` those of the federation's seed.
-A built-in task is a name, which needs no PyTorch here.
+As a library: ``publish(server, name, task, ...)``. For your own ``Task``, it sends the manifest, the ONNX skeleton, the
+compiled training step (``publishing.step``) and the weights; if the model is ``tasks.Seeded``, the weights of the
+federation's seed. A built-in task is sent by name and needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -69,40 +68,38 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Name of a tensor -> SHA-256 of its values.
 Digests = Mapping[Name, Digest]
-"""Name of a tensor -> SHA-256 of its values."""
 
 PATIENCE_SECONDS = 30.0
+
+# Samples of the first batch used to trace the model and to compare graphs with PyTorch. A batch norm of two samples
+# would hide differences.
 SAMPLES = 8
-"""Of the first batch, on which a model is traced, and its graphs compared with PyTorch: two would be alike to a batch
-norm."""
 
+# Validation batches used to measure the effect of float16 on frozen parameters.
 FROZEN_BATCHES = 4
-"""Of validation data, on which it is found out what half precision of what nobody trains would change."""
 
+# Arguments of ``publish`` that are no settings, to suggest for a misspelt name.
 ARGUMENTS = ("exist_ok", "replace", "client", "options")
-"""What ``publish`` takes beside settings: a misspelt one looks like a setting."""
 
 
 @dataclass(frozen=True)
 class PublishOptions:
-    """The way a model is published. Raises BadArgument for a value that cannot work.
+    """How a model is published. Raises BadArgument for an invalid value.
 
-    running_statistics: whether batch norms' are averaged over devices or stay personal. frozen_precision: of parameters
-    with ``requires_grad`` False, which devices download once and never send; ``auto``: float16 if the model's answers
-    to validation data stay within 1 %. blocks: for methods that use blocks of a model, name of a parameter -> how many
-    rows each of its blocks has, in order (heads of an attention, groups of filters); other parameters are cut as the
-    method does. compiled: publish the training step of a model of your own, too, without which devices need PyTorch; to
-    compile it takes seconds, and minutes for very deep networks and for recurrent layers over many steps.
+    running_statistics: ``shared``: average those of batch norms over devices; ``personal``: keep them on the device.
+    frozen_precision: of parameters with ``requires_grad`` False; ``auto``: float16 if outputs on validation data change
+    by at most 1 %. blocks: parameter -> rows of each of its blocks, in order (attention heads, groups of filters), for
+    methods that use blocks; the method cuts other parameters. compiled: also publish the training step, without which
+    devices need PyTorch; this takes seconds, for very deep or recurrent networks minutes.
 
-    allow: ranges of settings that are signed with the model, such as ``cohort>=10`` or ``local_steps>=5``: devices
-    refuse rounds outside of them. Without one, a setting keeps its value or becomes more private, and two devices may
-    federate. publisher: who signs, or the file of a key, made if it does not exist; None: the user's own key
-    (``publishing.signing``).
+    allow: ranges of settings, such as ``cohort>=10``, signed with the model; devices refuse rounds outside them. A
+    setting without a range keeps its value or becomes more private; two devices are enough for a cohort. publisher:
+    signing key, or its file, which is created if missing; None: the user's key (``publishing.signing``).
 
-    admin_token: by default that of SPARROW_ADMIN_TOKEN. trust: certificates for https. patience_seconds: how long to
-    wait for a coordinator that does not answer; None: for ever. progress: called with a text when a part of the work
-    begins.
+    admin_token: default: SPARROW_ADMIN_TOKEN. trust: certificates for https. patience_seconds: longest wait for a
+    coordinator that does not answer; None: no limit. progress: called with a description of each phase.
     """
 
     running_statistics: RunningStatistics = "shared"
@@ -138,19 +135,16 @@ def publish(
     options: PublishOptions = USUAL,
     **settings: Any,
 ) -> FederationInfo:
-    """Create the federation ``name`` for ``task``, a Task or the name of a built-in one, and return where it stands.
+    """Create the federation ``name`` for ``task``, a Task or the name of a built-in one.
 
-    settings: fields of ``FederationSettings``. exist_ok: ask first, and return the federation that exists instead of
-    raising NameTaken, if its method, settings and model are those asked for. What the model's weights begin as is not
-    compared, nor what an operator has changed since. Nothing of the model is uploaded then, and an enrolment token is
-    enough. replace: give the federation that exists this version of its model, between rounds, without settings:
-    forward pass, loss and dropout become the task's, weights stay. Devices that train without PyTorch take it by
-    themselves. client: of the coordinator, in place of one for ``server``.
+    settings: fields of ``FederationSettings``. exist_ok: return an existing federation with the same method, settings
+    and model, compared without initial weights and an operator's later changes; needs only an enrolment token. replace:
+    replace forward pass, loss and dropout of the existing federation's model, between rounds, and keep its weights.
+    client: replaces a new HTTP client for ``server``.
 
-    Raises SdkError: BadArgument among them for a setting that does not exist, and for a task whose data, model and loss
-    do not work together (``training.checking``); UnsupportedLayer, naming method and layer, for a model that the method
-    cannot train; UnknownMethod; NameTaken; with exist_ok DifferentFederation, which names each difference, and with
-    replace if tensors, inputs or outputs are not the federation's.
+    Raises SdkError, among them BadArgument for an unknown setting or an inconsistent task (``training.checking``),
+    UnsupportedLayer, UnknownMethod, NameTaken, and DifferentFederation if an existing federation differs (exist_ok) or
+    its tensors, inputs or outputs do (replace).
     """
     asked = read_settings(settings, known=ARGUMENTS)
     check_federation_name(name)
@@ -159,7 +153,7 @@ def publish(
             f"task is a {type(task).__name__}; give a Task, or the name of a built-in one, such as digits"
         )
     if isinstance(task, str) and options.blocks:
-        raise BadArgument(f"blocks: the task {task!r} is built in, and cut by the method; publish a Task of your own")
+        raise BadArgument(f"blocks: the task {task!r} is built in, and the method cuts it; publish a Task of your own")
     if replace and (isinstance(task, str) or settings or exist_ok):
         raise BadArgument(
             "replace=True: give a Task of your own, no settings and no exist_ok; the federation's settings stay"
@@ -184,10 +178,10 @@ def publish(
         if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
             return info
         try:
-            # Whoever finds a federation needs no key; and the step is compiled after it, which takes longest.
+            # The key is loaded here: returning an existing federation needs none. Compiling, the longest part, follows.
             return create(_signer(options.publisher))
         except NameTaken:
-            # Another device may have been first, meanwhile.
+            # Another device may have created it in the meantime.
             if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
                 return info
             raise
@@ -207,9 +201,10 @@ def _create_built_in(
     transport: Transport, name: str, task: str, asked: FederationSettings, ranges: Ranges, signer: Publisher
 ) -> FederationInfo:
     request = CreateFederation(name=name, task=task, settings=asked)
-    if task in builtin_tasks():  # of any other the coordinator says which there are
+    # The coordinator answers an unknown task with a list of tasks.
+    if task in builtin_tasks():
         known = load_builtin(task)
-        # Devices get the method's own settings as the coordinator completes them, so these are signed.
+        # Devices receive the settings that the coordinator completes, so these are signed.
         settings = transport.completed(chosen(asked, known.manifest, classes=True))
         first = _first_digests(known.manifest, settings, {})
         signed = signer.sign(_terms(name, known.manifest, known.graphs, settings, ranges, first))
@@ -232,7 +227,7 @@ def _create_own(
 
 
 class _Model:
-    """A task's model, as a method takes it. Raises BadArgument for a task whose data, model and loss do not work."""
+    """A task's model, described for a method. Raises BadArgument if data, model and loss do not fit together."""
 
     def __init__(self, task: Task, method: str, options: PublishOptions) -> None:
         from .publishing.frozen import freeze
@@ -250,7 +245,8 @@ class _Model:
         progress("describing the model")
         check_task(task)
         inputs, targets = as_tensors(next(iter(task.train)))
-        self._task, self._example = task, (inputs[:SAMPLES], targets[:SAMPLES])
+        self._task = task
+        self._example = (inputs[:SAMPLES], targets[:SAMPLES])
         described = _manifest(task, self._example[0], method, options)
         if self._preparation is not None:
             described = described_behind(described, self._preparation)
@@ -272,7 +268,7 @@ class _Model:
         return True
 
     def described(self) -> Tensors:
-        """Return the manifest and the graphs that it names, as vectors to publish beside weights."""
+        """Return the manifest and the graphs it names, as byte vectors to publish with the weights."""
         from .publishing.skeleton import make_skeleton
 
         self.progress("compiling the forward pass")
@@ -291,12 +287,12 @@ class _Model:
         return {f"sparrow.{name}": np.frombuffer(vector, dtype=np.uint8) for name, vector in vectors.items()}
 
     def terms(self, name: str, settings: FederationSettings, ranges: Ranges, first: Digests, edition: int = 1) -> Terms:
-        """Return the terms of the model, once it is described. first: digests of the weights that rounds begin with."""
+        """Return the model's terms; call ``described`` first. first: digests of the initial weights."""
         manifest = self.manifest.with_graphs(self._graphs)
         return _terms(name, manifest, self._graphs, settings, ranges, first, edition)
 
     def weights(self) -> Tensors:
-        """Return the weights, as they are, and the file of those that nobody trains."""
+        """Return the trained weights and the file of frozen ones."""
         from .training.local import get_tensors
 
         everything = get_tensors(self._task.model, self.manifest, "published")
@@ -305,7 +301,6 @@ class _Model:
 
 
 def _signer(publisher: Publisher | Path | None) -> Publisher:
-    """Return who signs. Raises BadArgument, MissingPart."""
     return publisher if isinstance(publisher, Publisher) else Publisher.load(publisher)
 
 
@@ -314,7 +309,7 @@ def _as_vector(signed: Publication) -> Tensors:
 
 
 def _first_digests(manifest: Manifest, settings: FederationSettings, weights: Tensors) -> Digests:
-    """Return the digests of the weights that rounds begin with; none if the coordinator draws the method's own."""
+    """Return digests of the initial weights; empty if the coordinator draws the method's weights."""
     if load_method(settings.method).compose is not None:
         return {}
     return digests_of(initial_values(manifest, settings.seed, weights))
@@ -329,7 +324,7 @@ def _terms(
     first: Digests,
     edition: int = 1,
 ) -> Terms:
-    """Return the terms to sign. graphs: the published ones, of which the method may make others."""
+    """Return the terms to sign. graphs: the published ones; the method may derive others from them."""
     compose = load_method(settings.method).compose
     made = dict(graphs) if compose is None else compose(manifest, graphs, settings)[1]
     try:
@@ -349,9 +344,9 @@ def _terms(
 def _next_terms(
     name: str, model: _Model, settings: FederationSettings, before: Publication | None, ranges: Ranges
 ) -> Terms:
-    """Return the terms of a new version of a federation's model, which keeps the weights that the first began with.
+    """Return the terms of a replaced model: the initial weights stay, and ranges unless given.
 
-    Ranges stay, unless others are given. before: None if nobody has signed the model so far.
+    before: None if the model is unsigned.
     """
     if before is None:
         return model.terms(name, settings, ranges, {})
@@ -360,19 +355,21 @@ def _next_terms(
 
 
 def _targets(task: Task, outputs: tuple[int, ...]) -> Targets | None:
-    """Return the manifest's description of the targets; None if there is nothing to say. Raises BadArgument."""
+    """Return the manifest's description of the targets; None if it would equal the default. Raises BadArgument."""
     from .publishing.targets import ignored_label
 
-    # Scores for each pixel or character are of classes, too, though no sample has one label; numbers stay as they are.
+    # Scores per pixel or character are classes, too, although a sample has no single label.
     classes = task.classification or len(outputs) > 1
     found = task.targets or Targets(kind="classes" if classes else "numbers")
     ignored = ignored_label(task.loss)
     names = found.names or tuple(map(str, task.class_names))
     if names and not task.classification:
-        raise BadArgument("class_names: the task is no classification; leave them out")
+        raise BadArgument("class_names: the task is not a classification; leave them out")
     spare = outputs[0] - len(names) if names and len(outputs) == 1 else found.spare
     if spare < 0:
-        raise BadArgument(f"class_names: {len(names)} names, but the model has {outputs[0]} outputs; give one each")
+        raise BadArgument(
+            f"class_names: {len(names)} names, but the model has {outputs[0]} outputs; give one name per output"
+        )
     numbered = found.numbered or bool(names and not found.names)
     said = {"names": names, "spare": spare if names else 0, "ignored": ignored, "numbered": numbered}
     try:
@@ -385,7 +382,8 @@ def _targets(task: Task, outputs: tuple[int, ...]) -> Targets | None:
 def _manifest(task: Task, example: Tensor, method: str, options: PublishOptions) -> Manifest:
     from .methods.describing import describe_for
 
-    blocks, statistics = options.blocks, options.running_statistics
+    blocks = options.blocks
+    statistics = options.running_statistics
     manifest = describe_for(method, task.model, example, task=task.name, running_statistics=statistics)
     known = tuple(name for name, metric in task.measured.items() if METRICS.get(name) is metric)
     targets = _targets(task, manifest.output_shape)
@@ -399,9 +397,9 @@ def _manifest(task: Task, example: Tensor, method: str, options: PublishOptions)
 
 
 def _compiled(task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) -> dict[GraphName, bytes]:
-    """Return the task's training step and evaluation; nothing, and say why, where they cannot be compiled."""
+    """Return the graphs of training step and evaluation; log the reason and return no graphs if compiling fails."""
     try:
-        # Here, because a built-in task needs no onnx, and other versions of PyTorch may lack the private parts used.
+        # Imported here: a built-in task needs no onnx, and other versions of PyTorch may lack the private parts used.
         import torch
 
         from sparrow.graphs.checking import check_graphs
@@ -413,10 +411,11 @@ def _compiled(task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) ->
         check_graphs(graphs, manifest)
     except MissingPart:
         raise
-    except Exception as error:  # the exporter has many kinds
+    # The exporter's exceptions share no base class.
+    except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
         log.warning(
-            "%s is published without its training step, so that devices need PyTorch: %s",
+            "%s is published without its training step, so devices need PyTorch: %s",
             printable(task.name),
             printable(reason),
         )
@@ -427,9 +426,9 @@ def _compiled(task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) ->
 def load_to_publish(
     task: str, data: str | None, settings: Mapping[str, Any], *, device: str, publishing: own.Publishing | None = None
 ) -> Task | str:
-    """Return the argument of ``publish`` for a task known by name: the name if it is built in, or else the task itself.
+    """Return the argument of ``publish`` for a named task: the name if it is built in, else the loaded Task.
 
-    data: a sample, as ``device`` has it. publishing: for a user's own files. Raises BadArgument for wrong settings,
+    data: a sample of the devices' data. publishing: for a user's own files. Raises BadArgument for wrong settings,
     UnknownTask, DataError.
     """
     if task in builtin_tasks():
@@ -437,24 +436,22 @@ def load_to_publish(
     wanted = read_settings(settings)
     if task == OWN:
         publishing = publishing or own.Publishing()
-        seed, batch = wanted.seed, wanted.batch_size
-        return own.load(data, device=device, seed=seed, batch_size=batch, publishing=publishing)
+        return own.load(data, device=device, seed=wanted.seed, batch_size=wanted.batch_size, publishing=publishing)
     return load_task(task, data, device=device, seed=wanted.seed, batch_size=wanted.batch_size)
 
 
 def add_method_set(parser: argparse._ActionsContainer) -> None:
-    """Add the option ``--method-set``, whose pairs are the setting ``method_settings``."""
-    meaning = "a setting that only the method knows, such as proximal_weight=0.1; may be given again"
+    """Add the option ``--method-set``, for the setting ``method_settings``."""
+    meaning = "set one of the method's own settings, such as proximal_weight=0.1; may be repeated"
     read.add_pairs(parser, "--method-set", meaning)
 
 
 def read_settings(
     given: Mapping[str, Any], prefix: str = "", *, options: bool = False, known: Iterable[str] = ()
 ) -> FederationSettings:
-    """Check and return the settings of a federation.
+    """Check and return the settings of a federation. Raises BadArgument, naming each wrong one after ``prefix``.
 
-    known: what else could have been meant by a misspelt one. Raises BadArgument, which names each wrong one after
-    ``prefix``, spelt as an option where these are ``options``.
+    options: spell names as options, with dashes. known: other names to suggest for a misspelt one.
     """
 
     def spelt(name: str) -> str:
@@ -481,7 +478,7 @@ def _run(options: argparse.Namespace) -> None:
     publishing = own.Publishing(classes, options.spare_classes, standardises, options.picture_size)
     if name != OWN and publishing != own.Publishing():
         raise WrongUsage(
-            "--classes, --spare-classes, --standardise and --picture-size are for files of your own (--data FILE), "
+            "--classes, --spare-classes, --standardise and --picture-size are for your own files (--data FILE), "
             f"not for {name}"
         )
     task = load_to_publish(
@@ -510,74 +507,77 @@ def _run(options: argparse.Namespace) -> None:
     owns = isinstance(task, Task)
     least = info.settings.min_devices
     signed = None if info.publisher is None else fingerprint(info.publisher)
-    said = (
+    said = [
         f"federation {info.name}: task {info.task}, method {info.method}, {info.parameters:,} parameters, starts with "
-        f"{least} device{'' if least == 1 else 's'}",
-        *([] if signed is None else [f"signed by {signed}; devices can pin it with --publisher"]),
-        f"join it with: sparrow join --server {options.server} --federation {info.name}{' --data PATH' * owns}",
-    )
+        f"{least} device{'' if least == 1 else 's'}"
+    ]
+    if signed is not None:
+        said.append(f"signed by {signed}; devices can pin it with --publisher")
+    said.append(f"join it with: sparrow join --server {options.server} --federation {info.name}{' --data PATH' * owns}")
     print(info.model_dump_json() if options.json else "\n".join(map(printable, said)))
 
 
 def _side(text: str) -> int:
     if text.isdecimal() and 8 <= int(text) <= 512:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of pixels from 8 to 512")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of pixels from 8 to 512")
 
 
 def _statistics(text: str) -> str:
     if text in ("publisher", "device"):
         return text
-    raise argparse.ArgumentTypeError(f"{text!r}: give publisher, whose statistics are published, or device")
+    raise argparse.ArgumentTypeError(f"{text!r}: give publisher, to publish your statistics, or device")
 
 
 def _fields() -> dict[str, str]:
-    """Field of FederationSettings -> its meaning and default; method_settings are the pairs of ``--method-set``."""
+    """Return field of FederationSettings -> description and default. ``--method-set`` covers method_settings."""
     fields = FederationSettings.model_fields.items()
     return {name: f"{field.description} ({field.default})" for name, field in fields if name != "method_settings"}
 
 
 def _options(parser: Parser) -> None:
-    """Add the options; each field of FederationSettings is one, and a brief help only names them."""
+    """Add the options, one for each field of FederationSettings; a brief help only names these."""
     add_federation(parser)
     add_server(parser)
-    parser.add_argument("--task", help="a task built in or installed (default: digits)")
-    parser.add_argument("--data", metavar="PATH", help="or your own samples, a file or folder: FILE,label=activity")
+    parser.add_argument("--task", help="built-in or installed task (default: digits)")
+    parser.add_argument(
+        "--data", metavar="PATH", help="your own samples: a file or folder, such as FILE,label=activity"
+    )
     add_skip_unreadable(parser)
     parser.add_argument("--classes", metavar="A,B", help="all classes, in the order of the outputs")
     parser.add_argument(
-        "--spare-classes", type=read.natural, default=0, metavar="N", help="outputs for classes devices bring"
+        "--spare-classes", type=read.natural, default=0, metavar="N", help="extra outputs for devices' own classes"
     )
-    parser.add_argument("--picture-size", type=_side, metavar="N", help="side of pictures, 8 to 512 (default: 64)")
+    parser.add_argument("--picture-size", type=_side, metavar="N", help="side in pixels, 8 to 512 (default: 64)")
     parser.add_argument(
         "--standardise",
         type=_statistics,
         default="publisher",
         metavar="WHOSE",
-        help="by whose statistics: publisher (default) or device",
+        help="with the statistics of the publisher (default) or of each device",
     )
     parser.add_argument(
         "--running-statistics",
         choices=get_args(RunningStatistics),
         default="shared",
         metavar="WHOSE",
-        help="of batch norm: shared (default), or personal, kept by each device",
+        help="batch norm statistics: shared (default), or personal, kept on each device",
     )
     parser.add_argument(
         "--frozen-precision",
         choices=get_args(FrozenPrecision),
         default="auto",
         metavar="TYPE",
-        help="of frozen parameters: float32, float16, or auto (default)",
+        help="type of frozen parameters: float32, float16 or auto (default)",
     )
     parser.add_argument(
         "--allow",
         action="append",
         default=[],
         metavar="RANGE",
-        help="a range for devices, signed: cohort>=10, local_steps>=5; may be repeated",
+        help="sign a range of a setting: cohort>=10, local_steps>=5; may be repeated",
     )
-    parser.add_argument("--exist-ok", action="store_true", help="leave the same federation at that where it exists")
+    parser.add_argument("--exist-ok", action="store_true", help="accept an existing federation if it is the same")
     add_wait(parser, PATIENCE_SECONDS)
     add_json(parser)
     tls.add_options(parser)
@@ -597,6 +597,6 @@ COMMAND = Command(
     _options,
     _run,
     usage="FEDERATION [--server URL] [--task TASK] [settings]",
-    epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
+    epilog="Set SPARROW_ADMIN_TOKEN if the coordinator requires an admin token.",
 )
 main = COMMAND.main

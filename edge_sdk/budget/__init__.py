@@ -1,1 +1,1 @@
-"""The largest budget that a device can afford: one prediction of memory and seconds, and one search."""
+"""The largest budget that a device can afford: predictions of memory and seconds, and a search."""

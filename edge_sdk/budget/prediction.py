@@ -1,9 +1,8 @@
-"""Prediction of what a round takes at a budget: bytes of memory, seconds of computing, bytes on the network.
+"""Prediction of a round's memory, computing time and network traffic at a budget.
 
-There is one predictor, for ``join``, for ``sparrow profile`` and for simulated boards. It takes a few steps of local
-training as rounds at that budget take them, of the federation's own model on a copy, with the engine that will train
-(``engines.rehearsal``, ``training.rehearsal``). Memory follows from what these steps take on few samples, seconds from
-how long they take; on a simulated board, which cannot be timed, seconds follow from counted FLOPs.
+The predictor rehearses a few training steps on a copy of the federation's model, with the engine that will train
+(``engines.rehearsal``, ``training.rehearsal``). Memory is extrapolated from few samples; seconds are timed, or on a
+simulated board computed from FLOPs.
 """
 
 from __future__ import annotations
@@ -24,21 +23,20 @@ from ..engines.rehearsal import Effort, Rehearsal, Rehearse, Unpredictable
 from ..methods import BudgetTooSmall, load_method
 from ..tasks import Task, count_examples
 
+# Budgets from which a device chooses.
 BUDGETS = tuple(tenths / 10 for tenths in range(1, 11))
-"""The budgets among which a device chooses."""
 
+# Models in memory besides the trained one: the personal model and the received one.
 MODELS_HELD = 2
-"""Models that a session holds while it trains another one: the personal model, and the one it received."""
 
+# A budget is timed for these steps; if they are short, for about these seconds.
 TIMED_STEPS = 4
 TIMED_SECONDS = 1.0
-"""A budget is timed for this many steps, of which the first does not count, and for longer where these are short."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a round takes: ``held`` by the process before, and what training, evaluation and the ``models`` that a
-    session holds add at their peaks."""
+    """Bytes of a round: held before it, and peaks added by training, evaluation and models."""
 
     held: int
     training: int
@@ -47,57 +45,52 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Return the bytes that the process holds at the peak of a round."""
+        """Bytes at the peak of a round."""
         return self.held + self.models + max(self.training, self.evaluation)
 
     @property
     def without_training(self) -> int:
-        """Return the bytes that it holds at the peak of an evaluation."""
+        """Bytes at the peak of an evaluation."""
         return self.held + self.models + self.evaluation
 
 
 def predict_memory(rehearsal: Rehearsal, effort: Effort, held_before: Callable[[], int]) -> Memory:
-    """Predict the memory of rounds that train with ``effort``, in batches of the task's size.
-
-    held_before: read after the trainings, because the first one loads what every later one finds loaded. Raises
-    Unpredictable, and what training raises.
-    """
-    training, evaluation = predict_training(rehearsal, effort), predict_evaluation(rehearsal)
+    """Predict the memory of a round. Raises Unpredictable."""
+    training = predict_training(rehearsal, effort)
+    evaluation = predict_evaluation(rehearsal)
+    # Read after training, because the first training loads libraries that stay loaded.
     return Memory(held_before(), training, evaluation, MODELS_HELD * rehearsal.model_bytes)
 
 
 def predict_training(rehearsal: Rehearsal, effort: Effort) -> int:
-    """Predict the bytes that training adds at its peak.
-
-    Two steps, since what an optimiser remembers exists from the second on. A gate computes other blocks for other
-    samples, so that its steps cannot be compared; the step of the whole model, which takes about as much, stands for
-    them. Raises as ``predict_memory``.
-    """
+    """Predict the peak bytes added by training. Raises Unpredictable."""
+    # Two steps: an optimiser's state exists from the second step on.
     try:
         return rehearsal.peak(lambda few: effort.train(2, few), rehearsal.samples)
+    # A gate chooses blocks by sample, so its steps cannot be compared; the whole model needs about as much.
     except Unpredictable:
         return rehearsal.peak(lambda few: rehearsal.train(2, samples=few), rehearsal.samples)
 
 
 def predict_evaluation(rehearsal: Rehearsal) -> int:
-    """Predict the bytes that an evaluation adds at its peak. Raises as ``predict_memory``."""
+    """Predict the peak bytes added by an evaluation. Raises Unpredictable."""
     return rehearsal.peak(rehearsal.evaluate, rehearsal.held_out)
 
 
 def held(device: str) -> int:
-    """Return the bytes that this process holds of the memory that training on ``device`` uses, after giving back those
-    that are free."""
+    """Return the bytes that this process holds on ``device``, after releasing free ones."""
     if device == "cpu":
         memory.give_back()
         return memory.resident()
-    import torch  # here, because nothing else of a device that trains without it needs it
+    # Imported here, because a device that trains with ONNX Runtime needs no PyTorch.
+    import torch
 
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)
 
 
 def room(device: str) -> int:
-    """Return the bytes that this process may hold at most: those that it holds, and those that are free."""
+    """Return the bytes that this process may hold: held and free ones."""
     if device == "cpu":
         return held(device) + memory.available()
     import torch
@@ -110,9 +103,8 @@ def room(device: str) -> int:
 class Prediction:
     """Prediction of a round at a budget.
 
-    flops: of a step. steps: of a round. seconds: of computing, of which ``fixed_seconds`` do not depend on the number
-    of steps (what is set up once, and early stopping's evaluation); 0 where nothing was timed. memory: None where it
-    was not predicted, because there is far more than enough.
+    flops: per step. steps: per round. seconds: of computing; 0 if not timed. fixed_seconds: the part that does not
+    depend on the steps (setup, evaluation for early stopping). memory: None if it is plentiful and was not predicted.
     """
 
     budget: float
@@ -126,16 +118,16 @@ class Prediction:
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds of a step."""
+        """Seconds of a step."""
         return (self.seconds - self.fixed_seconds) / self.steps
 
 
 class Predictor:
-    """Predictions for one device, each made when its budget is first asked for.
+    """Cached predictions for one device.
 
-    timed: False counts seconds as 0. memory: False leaves memory out. board: a simulated board, whose seconds follow
-    from counted FLOPs, and which holds nothing yet. rehearse: makes rehearsals, PyTorch's by default. clock: gives
-    seconds. Raises what training raises.
+    timed, memory: False omits them. board: a simulated board. rehearse: constructor of rehearsals; default: PyTorch's.
+    ``budgets``: those of ``BUDGETS`` that the method supports. ``samples``, ``held_out``: per batch, in training
+    and in evaluation. ``whole_flops``: of a step of the whole model. Raises the errors of training.
     """
 
     def __init__(
@@ -150,23 +142,27 @@ class Predictor:
         rehearse: Rehearse | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._task, self._manifest, self._settings = task, manifest, settings
+        self._task = task
+        self._manifest = manifest
+        self._settings = settings
         self._rehearse = rehearse or rehearse_torch
         self._method = load_method(settings.method)
-        self._timed, self._memory, self._board, self._clock = timed, memory, board, clock
+        self._timed = timed
+        self._memory = memory
+        self._board = board
+        self._clock = clock
         self._known: dict[float, Prediction] = {}
         self._of_work: dict[tuple[int, int], Prediction] = {}
-        self._held: int | None = 0 if board else None  # one reading for all budgets: it drifts by megabytes
+        # Read once for all budgets, because readings drift by megabytes.
+        self._held: int | None = 0 if board else None
         rehearsal = self._rehearsal()
         self.budgets = tuple(budget for budget in BUDGETS if self._possible(rehearsal, budget))
-        """The budgets of ``BUDGETS`` at which the method can work, rising."""
-        self.samples, self.held_out = rehearsal.samples, rehearsal.held_out
-        """Samples of a batch, in training and in an evaluation."""
+        self.samples = rehearsal.samples
+        self.held_out = rehearsal.held_out
         self.whole_flops = rehearsal.flops(rehearsal.samples, None)
-        """FLOPs of a step of the whole model."""
 
     def at(self, budget: float) -> Prediction:
-        """Return the prediction for ``budget``. Raises BudgetTooSmall, and Unpredictable."""
+        """Return the prediction for ``budget``. Raises BudgetTooSmall, Unpredictable."""
         if budget not in self._known:
             self._known[budget] = self._predict(budget)
         return self._known[budget]
@@ -175,7 +171,8 @@ class Predictor:
         rehearsal = self._rehearsal()
         effort = self._method.at_budget(rehearsal, budget)
         flops = effort.flops()
-        if (flops, effort.values) in self._of_work:  # the whole model at any budget: chance would decide between them
+        # If the method trains the whole model at any budget, timing noise must not decide between budgets.
+        if (flops, effort.values) in self._of_work:
             return replace(self._of_work[flops, effort.values], budget=budget)
         memory = predict_memory(rehearsal, effort, self._held_before) if self._memory else None
         steps = self._settings.local_steps or self._settings.local_epochs * len(self._task.train)
@@ -186,8 +183,8 @@ class Predictor:
         return found
 
     def _seconds(self, rehearsal: Rehearsal, effort: Effort, flops: int, steps: int) -> tuple[float, float]:
-        """Return the seconds of a round, and how many of them do not depend on the number of steps."""
-        if self._board is not None:  # samples are those of whole passes, or of steps in batches
+        """Return the seconds of a round, and the part that does not depend on the number of steps."""
+        if self._board is not None:
             samples = steps / len(self._task.train) * count_examples(self._task.train)
             return self._board.computing_seconds(round(flops * samples / rehearsal.samples)), 0.0
         if not self._timed:
@@ -205,9 +202,8 @@ class Predictor:
         return self._held
 
     def _rehearsal(self) -> Rehearsal:
-        # Made for each prediction, because it holds a copy of the model that training later needs the room of.
-        given = self._task, self._manifest, self._settings
-        return self._rehearse(*given, narrow=self._method.narrow, clock=self._clock)
+        # Made for each prediction, so that its copy of the model is freed before training.
+        return self._rehearse(self._task, self._manifest, self._settings, narrow=self._method.narrow, clock=self._clock)
 
     def _possible(self, rehearsal: Rehearsal, budget: float) -> bool:
         try:
@@ -226,7 +222,8 @@ def rehearse_torch(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Rehearsal:
     """Return a rehearsal with PyTorch."""
-    from ..training.rehearsal import TorchRehearsal  # here, because the other engine needs no PyTorch
+    # Imported here, because the other engine needs no PyTorch.
+    from ..training.rehearsal import TorchRehearsal
 
     return TorchRehearsal(task, manifest, settings, narrow=narrow, clock=clock)
 
@@ -238,11 +235,13 @@ def _bytes(values: int, settings: FederationSettings) -> tuple[int, int]:
 
 
 def _timed(train: Callable[[int], list[float]], clock: Callable[[], float]) -> tuple[float, float]:
-    """Return the seconds of a step, and those that training takes once, however many steps it has."""
-    taken = train(TIMED_STEPS)  # the first time also pays for what any training loads
+    """Return the seconds of a step, and those of setting up training."""
+    # The first call also loads libraries.
+    taken = train(TIMED_STEPS)
     steps = max(TIMED_STEPS, min(30, int(TIMED_SECONDS / max(median(taken), 1e-6))))
     begin = clock()
     taken = train(steps)
     whole = clock() - begin
-    per_step = fmean(taken)  # not the median: a round pays for what now and then takes long, too
+    # The mean, not the median: occasional slow steps count, too.
+    per_step = fmean(taken)
     return per_step, max(0.0, whole - steps * per_step)

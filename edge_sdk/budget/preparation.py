@@ -1,9 +1,7 @@
-"""Preparation of a device before it enrols: how it computes, and at which budget.
+"""Preparation of a device before it enrols: thread count, memory format and budget.
 
-How a device computes, its thread count and memory format, is found by trying. Trying must pay: it may take a twentieth
-of a round's training, and never more than about two seconds. Rounds of so little work that not even one try is worth it
-are left as they are. What is found differs from machine to machine and from start to start, and with it the last bits
-of a result.
+Thread count and memory format are chosen by timing, which takes at most 5 % of a round's training and about two
+seconds. The choice, and with it the last bits of a result, may differ between starts.
 """
 
 from __future__ import annotations
@@ -33,33 +31,35 @@ from .search import NOTHING, BudgetController, Choice, Learned, Limits, choose
 
 log = logging.getLogger(__name__)
 
+# With this multiple of the memory of weights and layers' outputs, training fits without a prediction.
 PLENTY = 16
-"""Where there is this many times what weights and layers' outputs take, training fits without a prediction."""
 
+# Limits of timing, in seconds and as a share of a round.
 SECONDS = 2.0
 SHARE_OF_ROUND = 0.05
+
+# Steps per candidate: one to warm up, then the fastest of the others counts.
 STEPS = 4
-"""Steps of each way to compute that is tried: one that does not count, and three of which the fastest does."""
 
+# Smallest FLOPs of a round worth timing: about a second on a large board.
 WORTH_TRYING = 2e10
-"""FLOPs of a round: seconds on a small board, one on a large."""
 
+# Samples for the first guess.
 FEW = 8
-"""Samples that the first guess is made on."""
 
+# A candidate must be at least 5 % faster, because timings vary by a few per cent.
 WORTH = 0.95
-"""A way to compute replaces one that takes longer than this times as long: chance alone makes a few per cent."""
 
 
 class DoesNotFit(BadArgument):
-    """The device has not the memory that training at its budget takes."""
+    """The device has too little memory to train at its budget."""
 
     exit_code: ClassVar[Exit] = Exit.CANNOT
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task as it is to be computed, and the device's budget: as its user gave it, or as ``controller`` finds it."""
+    """A task with its compute, and its budget, given or chosen by ``controller``."""
 
     task: Task
     given: float
@@ -67,28 +67,27 @@ class Prepared:
 
     @property
     def budget(self) -> float:
-        """Return the budget now."""
+        """The current budget."""
         return self.controller.budget if self.controller else self.given
 
     @property
     def choice(self) -> Choice | None:
-        """Return how the device chose the budget; None where its user gave it."""
+        """The reasons for the budget; None if the user gave it."""
         return self.controller.choice if self.controller else None
 
     @property
     def limited_by(self) -> BudgetLimit | None:
-        """Return why the budget is not larger, where the device chose it."""
+        """Why a chosen budget is not larger."""
         return self.controller.choice.limited_by if self.controller else None
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """Wishes of a device's user for its training.
+    """A user's options for preparing a device.
 
-    budget: None has the device find out what it can afford. deterministic: nothing is chosen by its speed, which
-    differs from start to start; a budget is then chosen by memory alone. memory_limit: bytes that the process, or on an
-    accelerator its tensors, may take; what there is by default. duty, learned and keep: as ``BudgetController`` has
-    them. clock: gives seconds, for predictions.
+    budget: None: choose an affordable one. deterministic: choose a budget only by memory, and nothing by timing.
+    memory_limit: bytes for the process, or its tensors on an accelerator. duty, learned, keep: as in
+    ``BudgetController``.
     """
 
     budget: float | None
@@ -102,11 +101,12 @@ class Preparation:
     def __call__(
         self, task: Task, manifest: Manifest, info: FederationInfo, rehearse: Rehearse = rehearse_torch
     ) -> Prepared:
-        """Return ``task``, computed so, and its budget. rehearse: makes rehearsals of the engine that will train.
+        """Choose compute and budget. rehearse: constructor of rehearsals for the engine that will train.
 
-        Raises DoesNotFit, which names a budget that fits.
+        Raises DoesNotFit, naming a budget that fits.
         """
-        task, settings = task.on(task.compute), info.settings
+        task = task.on(task.compute)
+        settings = info.settings
         limit = partial(self._limit, task.compute.device)
         scarce = not _is_plenty(rehearse(task, manifest, settings), limit())
         predict = partial(Predictor, manifest=manifest, settings=settings, rehearse=rehearse)
@@ -127,10 +127,10 @@ class Preparation:
     def _controller(
         self, predictor: Predictor, settings: FederationSettings, limit: Callable[[], int]
     ) -> BudgetController:
-        """Return what chooses the budget. Raises DoesNotFit where there is too little memory for the smallest one."""
         if not predictor.budgets:
             raise DoesNotFit(
-                f"{settings.method} cannot work at any budget with this federation's settings; tell its operator"
+                f"{settings.method} cannot work at any budget with this federation's settings; ask its operator to "
+                f"change them"
             )
 
         def limits(deadline: float) -> Limits:
@@ -152,24 +152,23 @@ def _is_plenty(rehearsal: Rehearsal, limit: int) -> bool:
 
 
 def _check(predictor: Predictor, settings: FederationSettings, budget: float, limit: int) -> None:
-    """Raise DoesNotFit where rounds at ``budget`` need more than ``limit`` bytes of memory."""
     if not predictor.budgets:
         return
-    # A device whose budget is too small for its method's rounds adapts the finished model, at the smallest of all.
+    # A device with too small a budget for the method adapts the finished model, at the smallest possible budget.
     memory = predictor.at(max(budget, predictor.budgets[0])).memory
     if memory is None or memory.total <= limit:
         return
     said = (
-        f"a budget of {budget:g} needs {memory.total / MIB:,.0f} MiB of memory (predicted, of which "
-        f"{memory.held / MIB:,.0f} are held already), and there are {limit / MIB:,.0f}"
+        f"a budget of {budget:g} needs {memory.total / MIB:,.0f} MiB of memory (predicted, including "
+        f"{memory.held / MIB:,.0f} already in use), and {limit / MIB:,.0f} are available"
     )
     smaller = [each for each in predictor.budgets if each < budget]
     if smaller and (choice := choose(predictor, Limits(limit, math.inf), settings, among=smaller)).fits:
         raise DoesNotFit(f"{said}; a budget of {choice.budget:g} fits: give --budget {choice.budget:g}")
     if memory.without_training > limit:
         raise DoesNotFit(
-            f"{said}; no budget fits, because evaluating the model on {predictor.held_out} samples at once takes "
-            f"more by itself: free memory, or join a federation with a smaller model"
+            f"{said}; no budget fits, because even evaluating the model on {predictor.held_out} samples at once needs "
+            f"more: free memory, or join a federation with a smaller model"
         )
     raise DoesNotFit(
         f"{said}; no budget fits: free memory, or join a federation with smaller batches (here "
@@ -181,18 +180,15 @@ def check_budget(budget: object) -> None:
     """Raise BadArgument unless ``budget`` is a number above 0 and up to 1."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
         raise BadArgument(
-            f"budget={budget!r} cannot work; give a number above 0 and up to 1, the share of each layer's neurons that "
-            f"this device trains, or None to have it find out what it can afford"
+            f"budget={budget!r} cannot work; give the share of each layer's neurons to train, above 0 and up to 1, or "
+            f"None to choose an affordable one"
         )
 
 
 def fastest_compute(rehearsal: Rehearsal, settings: FederationSettings) -> Compute:
-    """Return the task's compute with the thread count and memory format that are fastest; as it is where trying cannot
-    pay.
+    """Return the compute with the fastest thread count and memory format; unchanged if timing is not worth it.
 
-    settings: say how long rounds are. Tried are the rehearsal's threads, half of them, and so on down to 1, unless the
-    compute says how many; then the other memory format. Large batches are tried in part. This process then has the
-    threads of what is returned. Raises what training raises.
+    This process then uses the chosen threads. Raises the errors of training.
     """
     usual = rehearsal.task.compute
     steps = settings.local_steps or settings.local_epochs * len(rehearsal.task.train)
@@ -203,7 +199,8 @@ def fastest_compute(rehearsal: Rehearsal, settings: FederationSettings) -> Compu
     per_sample = min(rehearsal.train(STEPS, samples=few)) / few
     allowed = min(SECONDS, SHARE_OF_ROUND * steps * rehearsal.samples * per_sample)
     samples = max(few, min(rehearsal.samples, int(allowed / 5 / STEPS / max(per_sample, 1e-9))))
-    best, least = usual, math.inf
+    best = usual
+    least = math.inf
 
     def attempt(candidate: Compute) -> None:
         nonlocal best, least
@@ -211,7 +208,8 @@ def fastest_compute(rehearsal: Rehearsal, settings: FederationSettings) -> Compu
             return
         taken = min(rehearsal.train(STEPS, samples=samples, compute=candidate))
         if taken < WORTH * least:
-            best, least = candidate, taken
+            best = candidate
+            least = taken
 
     most = rehearsal.threads
     for threads in [usual.threads] if usual.threads else [most >> shift for shift in range(most.bit_length())]:
@@ -223,9 +221,10 @@ def fastest_compute(rehearsal: Rehearsal, settings: FederationSettings) -> Compu
 
 
 def _outputs_bytes(manifest: Manifest) -> int:
-    """Return the bytes of the outputs for one sample of the layers that have weights."""
+    """Return the bytes of one sample's outputs of all layers with weights."""
     shapes = {spec.name: spec.shape for spec in manifest.tensors}
-    channels = {  # of its output: an embedding's are the columns of its table; a parameter of one number has one
+    # Output channels: the columns of an embedding's table; 1 for a scalar parameter.
+    channels = {
         layer.name: math.prod(shapes[layer.tensors[0]][slice(-1, None) if layer.kind == "embedding" else slice(1)])
         for layer in manifest.layers
         if layer.tensors

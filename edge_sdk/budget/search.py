@@ -1,12 +1,8 @@
-"""The largest budget whose rounds fit into a device's memory and into their deadline.
+"""The largest budget whose rounds fit into a device's memory and their deadline.
 
-Most devices can afford everything, which one prediction (``budget.prediction``) finds out; otherwise the budgets of
-``BUDGETS`` are searched by halves.
-
-What rounds then take corrects what was predicted, and tells the speed of the link. After each round the device chooses
-again: a smaller budget as soon as the present one no longer fits, or the device grew hot; a larger one by one step at a
-time, and only where one more would fit, so that a device between two budgets does not alternate between them. The
-coordinator is told the new budget and what limits it, and uses it from the next assignment on.
+Measured rounds correct the predictions and give the speed of the link. After each round the device chooses again: a
+smaller budget if the present one no longer fits or the device grew hot; a larger one in single steps, and only if the
+one after it would also fit, so that the device does not alternate.
 """
 
 from __future__ import annotations
@@ -28,22 +24,21 @@ from ..methods import load_method
 from ..tasks import Task
 from .prediction import Prediction, Predictor
 
+# Usable share of a round's deadline: predictions are off by up to a quarter, and devices share the network.
 DEADLINE_SHARE = 0.75
-"""The part of a round's deadline that a device plans with: predictions are off by up to a quarter, and other devices
-need the network, too."""
 
+# Weight of the latest round in the corrections.
 LATEST_WEIGHT = 0.5
-"""Weight of the latest round in what was learned from all of them."""
 
+# If a budget saves less than this share of its reduction, the user gets advice.
 SAVES_LITTLE = 0.5
-"""A budget that saves less than this part of what it gives up is hardly worth its losses: the user is told."""
 
 
 class Learned(BaseModel):
-    """Corrections that a device's own rounds have taught it.
+    """Corrections from a device's rounds.
 
-    seconds, bytes_down, bytes_up: measured over predicted. down_rate, up_rate: of the link, in bytes per second; None
-    before the first transfer.
+    seconds, bytes_down, bytes_up: measured / predicted. down_rate, up_rate: bytes per second; None before the first
+    transfer.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -55,7 +50,7 @@ class Learned(BaseModel):
     up_rate: float | None = None
 
     def after_training(self, prediction: Prediction, duty: float, download: Phase, train: Phase) -> Learned:
-        """Return the corrections after one more round, at the budget that ``prediction`` is of."""
+        """Return the corrections after a round with this prediction."""
         computed = (train.seconds - train.paused_seconds) * duty
         changed: dict[str, float | None] = {"seconds": _mixed(self.seconds, computed, prediction.seconds)}
         if download.bytes_down and download.seconds > 0:
@@ -64,7 +59,7 @@ class Learned(BaseModel):
         return self.model_copy(update=changed)
 
     def after_upload(self, prediction: Prediction, upload: Phase) -> Learned:
-        """Return the corrections once the round's update has been sent."""
+        """Return the corrections after sending a round's update."""
         if not (upload.bytes_up and upload.seconds > 0):
             return self
         bytes_up = _mixed(self.bytes_up, upload.bytes_up, prediction.bytes_up)
@@ -73,7 +68,6 @@ class Learned(BaseModel):
 
 
 NOTHING = Learned()
-"""The corrections of a device that has not trained yet."""
 
 
 def _mixed(known: float | None, above: float, below: float) -> float | None:
@@ -84,25 +78,23 @@ def _mixed(known: float | None, above: float, below: float) -> float | None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a round: ``memory`` bytes that the process may hold, None without a limit, and ``deadline`` seconds
-    from its start to its end, of which a device plans with ``DEADLINE_SHARE``."""
+    """Limits of a round: bytes of the process, and seconds until its deadline."""
 
     memory: int | None
     deadline: float
 
     @property
     def seconds(self) -> float:
-        """Return the seconds that a device plans with."""
+        """The usable seconds."""
         return DEADLINE_SHARE * self.deadline
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A budget, and the prediction of a round at it.
+    """A budget, and its predicted round.
 
-    seconds: in all, of which ``computing`` at work. memory: bytes; None where there is far more than enough. fits:
-    False for the smallest budget where no budget is within all limits. limited_by: why the budget is not larger.
-    reasons: in words, for the device's user. advice: what helps where a smaller budget does not.
+    seconds: in total; computing: without transfers. memory: bytes; None if plentiful. fits: False if even the smallest
+    budget exceeds a limit. limited_by: why the budget is not larger. reasons, advice: texts for the user.
     """
 
     budget: float
@@ -121,7 +113,7 @@ class Choice:
 
 
 class Corrected(NamedTuple):
-    """A prediction, corrected by what was learned: seconds in all, of which computing, and bytes each way."""
+    """A corrected prediction; see ``Choice``."""
 
     seconds: float
     computing: float
@@ -130,15 +122,16 @@ class Corrected(NamedTuple):
 
 
 def correct(prediction: Prediction, learned: Learned, duty: float) -> Corrected:
-    """Return ``prediction`` as rounds have corrected it. duty: part of the time that the device computes."""
+    """Return the corrected ``prediction``. duty: share of the time that the device computes."""
     computing = prediction.seconds * learned.seconds / duty
-    down, up = round(prediction.bytes_down * learned.bytes_down), round(prediction.bytes_up * learned.bytes_up)
+    down = round(prediction.bytes_down * learned.bytes_down)
+    up = round(prediction.bytes_up * learned.bytes_up)
     transfer = sum(size / rate for size, rate in ((down, learned.down_rate), (up, learned.up_rate)) if rate)
     return Corrected(computing + transfer, computing, down, up)
 
 
 def shortage(prediction: Prediction, limits: Limits, learned: Learned, duty: float) -> BudgetLimit | None:
-    """Return what a round at this budget has too little of, memory first; None where it fits."""
+    """Return the limit that a round exceeds, memory first; None if it fits."""
     if limits.memory is not None and prediction.memory is not None and prediction.memory.total > limits.memory:
         return BudgetLimit.memory
     return BudgetLimit.deadline if correct(prediction, learned, duty).seconds > limits.seconds else None
@@ -153,10 +146,9 @@ def choose(
     learned: Learned = NOTHING,
     duty: float = 1.0,
 ) -> Choice:
-    """Return the largest budget whose rounds fit into ``limits``; the smallest of all where none does.
+    """Return the largest budget within ``limits``, or else the smallest, by binary search.
 
-    The larger a budget, the more it is taken to need. among: budgets, rising; by default those at which the method can
-    work. duty: part of the time that the device computes.
+    among: rising budgets; default: those of the method. duty: share of the time that the device computes.
     """
     budgets = among or predictor.budgets
     short = {}
@@ -169,7 +161,9 @@ def choose(
 
     place = len(budgets) - 1
     if not fits(place):
-        low, place = 0, place - 1  # the answer lies in low..place, or is none
+        # Invariant: the answer lies in low..place, unless no budget fits.
+        low = 0
+        place -= 1
         while low <= place:
             middle = (low + place + 1) // 2
             if fits(middle):
@@ -201,7 +195,7 @@ def _described(
         reasons[0] += f", {memory / MIB:,.0f} MiB of memory"
         reasons[0] += "" if limits.memory is None else f" of {limits.memory / MIB:,.0f}"
     if limited is BudgetLimit.memory:
-        reasons.append("the next larger one has too little memory" if fits else "there is too little memory for any")
+        reasons.append("memory does not suffice for the next larger one" if fits else "memory suffices for no budget")
     elif limited is BudgetLimit.deadline:
         late = "a larger one would come too close to the deadline" if fits else "no budget meets the deadline"
         reasons.append(late)
@@ -218,10 +212,9 @@ def _advice(
     learned: Learned,
     duty: float,
 ) -> tuple[str, ...]:
-    """Return what to tell a user whose budget saves less than it gives up."""
     if limited is BudgetLimit.memory:
         return (
-            f"less memory is needed with smaller batches: ask the federation's operator for a batch_size below "
+            f"smaller batches need less memory: ask the federation's operator for a batch_size below "
             f"{settings.batch_size}",
         )
     if limited is not BudgetLimit.deadline:
@@ -238,12 +231,12 @@ def _advice(
     steps = max(0, math.floor(left / per_step)) if per_step > 0 else 0
     why = f"{settings.method} at a budget of {prediction.budget:g} saves {max(0.0, saved):.0%} of a round's computing"
     if load_method(settings.method).forward_stays:
-        why += ", because the forward pass stays that of the whole model"
+        why += ", because the forward pass uses the whole model"
     helps = [f"{steps} local steps a round instead of {full.steps}"] if 0 < steps < full.steps else []
     helps.append(f"a batch_size below {settings.batch_size}")
     said = f"{why}; {' or '.join(helps)} would save more: ask the federation's operator"
     if late:
-        said += "; with --budget it takes part at the budget that you give, and its updates may come too late"
+        said += "; with --budget the device takes part at a fixed budget, but its updates may be late"
     return (said,)
 
 
@@ -251,10 +244,10 @@ def _advice(
 
 
 class BudgetController:
-    """The budget of one device through its federation's rounds.
+    """A device's budget, adapted after each round.
 
-    limits: returns what a round may take now, given its deadline in seconds. duty: returns the part of the time that
-    the device computes now. learned: as an earlier start left it. keep: called with what has been learned.
+    limits: returns the current limits, given a deadline in seconds. duty: returns the current share of computing time.
+    learned: corrections of an earlier start. keep: stores new corrections.
     """
 
     def __init__(
@@ -268,35 +261,39 @@ class BudgetController:
         keep: Callable[[Learned], None] = lambda learned: None,
     ) -> None:
         self.predictor = predictor
-        self._settings, self._limits, self._duty, self._keep = settings, limits, duty, keep
+        self._settings = settings
+        self._limits = limits
+        self._duty = duty
+        self._keep = keep
         self.learned = learned
         self._trained: Prediction | None = None
         self.choice = choose(predictor, limits(settings.deadline_seconds), settings, learned=learned, duty=duty())
 
     @property
     def budget(self) -> float:
-        """Return the budget now."""
+        """The current budget."""
         return self.choice.budget
 
     def after_training(self, download: Phase, train: Phase) -> None:
-        """Learn from a round that was trained at the budget now, before its update is sent."""
+        """Learn from a round at the current budget, before its update is sent."""
         self._trained = self.predictor.at(self.budget)
         self.learned = self.learned.after_training(self._trained, self._duty(), download, train)
         self._keep(self.learned)
 
     def after_upload(self, upload: Phase) -> None:
-        """Learn from sending that round's update."""
+        """Learn from sending the round's update."""
         if self._trained is not None:
             self.learned = self.learned.after_upload(self._trained, upload)
             self._keep(self.learned)
 
     def reassess(self, deadline: float, *, hot: bool = False) -> bool:
-        """Choose again, once a round is trained; return True if the choice has changed.
+        """Choose again after a round; return True if the choice changed.
 
-        deadline: of rounds, in seconds; an operator may have changed it. hot: the device had to pause for heat or
-        throttling since; it takes the next smaller budget, whatever else allows a larger one.
+        deadline: in seconds. hot: the device paused for heat or throttling; take the next smaller budget.
         """
-        before, limits, duty = self.choice, self._limits(deadline), self._duty()
+        before = self.choice
+        limits = self._limits(deadline)
+        duty = self._duty()
         budgets = self.predictor.budgets
         place = budgets.index(before.budget)
         if hot and place > 0:
@@ -308,7 +305,7 @@ class BudgetController:
             found = self._choose(limits, duty, len(budgets) - 1)
             most = budgets.index(found.budget)
             if most > place:
-                # One step larger at a time, and only where one more would fit: predictions are not better than that.
+                # Predictions are inaccurate: grow by one step, and only if the one after it would also fit.
                 most = min(place + 1, most if found.budget == 1 else most - 1)
                 lower = self._choose(limits, duty, most)
                 found = replace(lower, limited_by=lower.limited_by or found.limited_by)
@@ -321,14 +318,14 @@ class BudgetController:
 
 
 def board_budget(board: Board, task: Task, manifest: Manifest, settings: FederationSettings) -> Choice:
-    """Return what a simulated board can afford: by its memory, its FLOPs per second and its link."""
+    """Return the budget of a simulated board, from its memory, FLOPs per second and link."""
     learned = Learned(down_rate=board.bytes_per_second, up_rate=board.bytes_per_second)
     limits = Limits(board.memory_bytes, settings.deadline_seconds)
     return choose(Predictor(task, manifest, settings, board=board), limits, settings, learned=learned)
 
 
 def read_learned(data: bytes | None) -> Learned:
-    """Return the corrections that were kept; none where they cannot be read, because they are learned again."""
+    """Return the stored corrections; ``NOTHING`` if they cannot be read."""
     try:
         return NOTHING if data is None else Learned.model_validate_json(data)
     except ValidationError:

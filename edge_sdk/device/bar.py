@@ -9,13 +9,12 @@ from tqdm import tqdm
 
 from .embedding import DeviceProgress
 
+# Phases between two rounds of the device.
 BETWEEN = ("waiting", "paused", "stopped")
-"""Phases in which no round of the device is open."""
 
 
 class Bar:
-    """A progress bar over rounds, with the steps of the current one beside it; without a terminal a line a round. Lines
-    of text are shown where progress is hidden, too."""
+    """A progress bar over rounds; one line per round if stderr is no terminal. Quiet hides progress, not messages."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -24,7 +23,7 @@ class Bar:
         self._loss = ""
 
     def show(self, moment: DeviceProgress) -> None:
-        """Show a moment of the device's work."""
+        """Show one progress event."""
         if moment.text is not None:
             tqdm.write(moment.text, file=sys.stderr)
         elif self._bar is not None:
@@ -52,7 +51,7 @@ class Bar:
             self._round = moment.round
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -1,4 +1,4 @@
-"""The models that a device may take at the end, and what each gains (``protocol.evidence``)."""
+"""Candidates for a device's final model, and their gain over the global model (``protocol.evidence``)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from ..methods.alone import alone_of
 from ..methods.merging import mixed, whole_model
 from ..tasks import Batches, as_arrays, count_examples
 
+# Share of the global model in a mixture.
 SHARE = 0.5
-"""Of the global model in a mixture, and in that which is trained once more."""
+# Candidate -> share of the global model in its initial values; 0 for others.
 SHARES = {GLOBAL: 1.0, "mixture": SHARE, "finished": SHARE}
-"""Candidate -> the share of the global model that it began with; the others have none."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a device's models. flops: what it trained for that. others: each of its candidates
-    on held-out data. taken: which of them it keeps; usual: which is best for all. None where it did not choose so."""
+    """The choice of a device's final model.
+
+    flops: spent on training candidates. others: candidate -> evaluation on held-out data. taken: the candidate it
+    keeps; usual: the best one over all devices; both None without a common choice.
+    """
 
     flops: int = 0
     others: Mapping[str, Evaluation] = field(default_factory=dict)
@@ -38,24 +41,23 @@ class Ending:
 
 @dataclass(frozen=True)
 class Candidates:
-    """models: name -> tensors, of ``GLOBAL`` and of those of ``evidence.CANDIDATES`` that the device has. flops: what
-    making them took."""
+    """Models, by name: ``GLOBAL`` and the available ones of ``evidence.CANDIDATES``. flops: spent on training them."""
 
     models: dict[str, Tensors]
     flops: int = 0
 
     @classmethod
     def of(cls, method: DeviceMethod, job: Job) -> Candidates:
-        """Return what a device may take of the whole model that it received, and of its own. Raises BundleError for a
-        payload that is not the whole model."""
+        """Return the candidates of a device. Raises BundleError if the payload is not the whole model."""
         received = whole_model(job.manifest, job.received)
         own = job.engine.read() if job.state.personal is None else job.state.personal
         shared = {**own, **received}
         personal = shared if job.state.personal is None else own
         mixture = mixed(personal, received, SHARE)
-        models, flops = {GLOBAL: shared, "personal": personal, "mixture": mixture}, 0
+        models = {GLOBAL: shared, "personal": personal, "mixture": mixture}
+        flops = 0
         if method.finish is not None and job.assignment.settings.finetune_epochs:
-            # If it diverges there is no such model.
+            # Omitted if it diverges.
             with suppress(TrainingDiverged):
                 models["finished"], flops = method.finish(job, mixture)
         alone = alone_of(job.state)
@@ -64,8 +66,11 @@ class Candidates:
         return cls(models, flops)
 
     def evidence(self, engine: Engine, validation: Batches) -> Evidence | None:
-        """Return what each gains over the global model on validation data; None of a single sample, or if the global
-        model has no finite loss. One that there is not gains nothing, one without a finite loss loses all."""
+        """Return each candidate's gain over the global model on validation data.
+
+        None for a single sample, or if the global model's loss is not finite.
+        """
+        # A missing candidate gains 0; one without a finite loss gets the largest penalty.
         parts = list(_parts(validation))
         shared = _losses(engine, self.models[GLOBAL], parts)
         if shared is None:
@@ -77,7 +82,7 @@ class Candidates:
         return Evidence.of(losses)
 
     def judged(self, engine: Engine, held_out: Batches) -> dict[str, Evaluation]:
-        """Return each on held-out data, but for those without a finite loss."""
+        """Evaluate the candidates on held-out data; omit those without a finite loss."""
         found = {}
         for name, tensors in self.models.items():
             engine.load(tensors)
@@ -87,7 +92,6 @@ class Candidates:
 
 
 def _losses(engine: Engine, tensors: Tensors, parts: list[Batch]) -> list[float] | None:
-    """Return a model's loss on each part; None if one is not finite."""
     engine.load(tensors)
     try:
         return [engine.evaluate([part]).loss for part in parts]
@@ -96,7 +100,7 @@ def _losses(engine: Engine, tensors: Tensors, parts: list[Batch]) -> list[float]
 
 
 def _parts(batches: Batches) -> Iterator[Batch]:
-    """Yield the samples in at most ``MOST_PARTS`` parts and one more for each batch."""
+    """Yield the samples in at most ``MOST_PARTS`` parts, plus one per batch."""
     each = -(-count_examples(batches) // MOST_PARTS)
     for inputs, targets in map(as_arrays, batches):
         for start in range(0, len(targets), each):

@@ -1,13 +1,11 @@
-"""HTTP with the coordinator: patient, resumable, counted.
+"""HTTP with the coordinator: retries, resumed transfers, counted bytes.
 
-Whatever may pass by itself (no connection, a time-out, 408, 429, 5xx) is tried again, after a wait that doubles up to
-``LONGEST_WAIT`` and is drawn at random below that, so that a fleet does not come back all at once; Retry-After is
-waited for first, up to ``LONGEST_PAUSE``. Everything else is an answer: a problem document, raised as the exception of
-its type (``PROBLEMS``). A failed TLS handshake is not tried again. A download that breaks goes on where it broke, and
-so does a large upload.
+Temporary errors (no connection, time-out, 408, 429, 5xx) are retried after Retry-After plus a random wait, whose bound
+doubles, so that a fleet does not return at once. Other refusals are raised by their problem type (``PROBLEMS``). Failed
+TLS handshakes are not retried. Interrupted downloads and large uploads resume.
 
-An answer is hostile until it was read: it is asked for unencoded, and may be no longer than its kind can be, and no
-slower than ``SLOWEST``. One that is, or that cannot be read, counts as no answer.
+Answers are untrusted: they must be unencoded, bounded in size and faster than ``SLOWEST``; otherwise they count as no
+answer.
 """
 
 from __future__ import annotations
@@ -52,6 +50,8 @@ _ALIKE = (
     errors.BadContent,
     errors.TooManyRequests,
 )
+# Type of a problem document, without ``PREFIX`` -> exception; other types raise ``Refused``. ``Unreachable`` ones are
+# temporary and raised when the caller's patience ends.
 PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
     **{kind.__name__: kind for kind in _ALIKE},
     **dict.fromkeys(("CrossSite", "WrongHost"), errors.NotAllowed),
@@ -63,25 +63,23 @@ PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
     "DiskFull": errors.CoordinatorFull,
     **dict.fromkeys(("Unavailable", "NotReady", "Unreadable", "Damaged", "InternalError"), Unreachable),
 }
-"""Type of a problem document, without ``PREFIX`` -> its exception. Problems of any other type are ``Refused``.
-
-An ``Unreachable`` may pass by itself: it is raised when the caller's patience has ended.
-"""
 PREFIX = "urn:sparrow:problem:"
 
+# Seconds. LONGEST_PAUSE bounds Retry-After.
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
 LONGEST_PAUSE = 900.0
-"""The longest pause that a coordinator may ask for, s."""
+
+# Bytes read of an answer, of a refusal, and of a list (such as all devices).
 LARGEST_ANSWER = 1024 * 1024
 LARGEST_REFUSAL = 64 * 1024
-"""Bytes of a refusal that are read."""
 LARGEST_LIST = 64 * 1024 * 1024
-"""Largest list accepted, such as that of all devices, in bytes."""
+
+# Characters shown of a refusal.
 LONGEST_TEXT = 1000
-"""Characters of a refusal that are shown."""
+
+# After SLOW_SECONDS, an answer slower than this average (bytes/s) counts as interrupted.
 SLOWEST = 1024.0
-"""Bytes per second, on average, below which the body of an answer counts as broken after ``SLOW_SECONDS``."""
 SLOW_SECONDS = 60.0
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 Message = TypeVar("Message", bound=BaseModel)
@@ -90,9 +88,10 @@ Found = TypeVar("Found")
 
 @dataclass
 class Traffic:
-    """Bytes of HTTP bodies so far, repetitions included. Those of a payload that came with its assignment count when it
-    is taken; ``earlier_seconds`` is how long such bodies took to arrive. ``frozen``: those of ``down`` that were values
-    which nobody trains."""
+    """Bytes of HTTP bodies so far, including repetitions. ``frozen``: the part of ``down`` that was frozen values.
+
+    A payload sent with its assignment counts when it is used; ``earlier_seconds`` sums such payloads' transfer times.
+    """
 
     down: int = 0
     up: int = 0
@@ -101,11 +100,12 @@ class Traffic:
 
 
 def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
-    """Return a client of the coordinator at this address, whose path, if any, a proxy removes.
+    """Return an HTTP client for the coordinator at this address. Raises BadArgument, BadCertificate.
 
-    Raises BadArgument for an address that cannot be used, BadCertificate for such certificates.
+    A path in the address is kept, for proxies.
     """
-    if "@" in str(server):  # first, so that no message repeats it
+    # Checked first, so that no message repeats a password.
+    if "@" in str(server):
         raise bad_address("The address", "holds a name or password, but tokens are given as SPARROW_..._TOKEN")
     named = f"The address {server}"
     try:
@@ -124,13 +124,15 @@ def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
     if trust is not None and trust != tls.Tls():
         verify = trust.context()
     elif url.scheme == "http":
-        verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody, and need not read the public authorities
+        # Without TLS, skip loading the public authorities.
+        verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Otherwise the client would keep any number of cookies for its whole life.
     no_cookies = http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=()))
     return httpx.Client(
         base_url=server,
         timeout=TIMEOUT,
         verify=verify,
-        cookies=no_cookies,  # else they would be kept for as long as the client, however many
+        cookies=no_cookies,
         event_hooks={"request": [_warn_of_plain_http(url)]},
     )
 
@@ -144,8 +146,8 @@ def _warn_of_plain_http(url: httpx.URL) -> Callable[[httpx.Request], None]:
         if plain and "Authorization" in request.headers:
             plain = False
             log.warning(
-                "tokens go to %s over plain http: whoever can listen on the network can take them; use https://, and "
-                "--ca FILE where its certificate is of an authority of your own",
+                "tokens go to %s over plain http: anyone who can listen on the network can take them; use https://, "
+                "and --ca FILE if its certificate is from your own authority",
                 url.host,
             )
 
@@ -153,20 +155,20 @@ def _warn_of_plain_http(url: httpx.URL) -> Callable[[httpx.Request], None]:
 
 
 def token_of(*kinds: Literal["admin", "observer", "enrolment"]) -> str | None:
-    """Return the first token of these kinds that the environment holds, as SPARROW_ADMIN_TOKEN and so on."""
+    """Return the first of these tokens that the environment sets, such as SPARROW_ADMIN_TOKEN."""
     return next(filter(None, (os.environ.get(f"SPARROW_{kind.upper()}_TOKEN") for kind in kinds)), None)
 
 
 def bad_address(named: str, fault: str) -> BadArgument:
-    """Return the error of an address that cannot be called. named: its beginning, ``The address ...``."""
+    """Return the error for an invalid address. named: ``The address ...``."""
     return BadArgument(f"{named} {fault}; give http://HOST:PORT or https://HOST")
 
 
 class Connection:
-    """Calls to one coordinator. ``client`` has the coordinator as its base URL.
+    """Calls to one coordinator, the base URL of ``client``.
 
-    patience_seconds: how long one call may go unanswered before Unreachable is raised; None waits for ever.
-    on_wait: called with (reason, seconds) before each wait. sleep, chance and clock are injected by tests.
+    patience_seconds: wait for an answer before Unreachable is raised; None: no limit. on_wait: called with (reason,
+    seconds) before each wait.
     """
 
     def __init__(
@@ -186,16 +188,18 @@ class Connection:
         self._chance = chance or random.Random()
         self._clock = clock
         self.token: str | None = None
-        self._known = False  # whether a coordinator has answered at this address
-        self.body_seconds = 0.0  # how long the last answer's body took
+        # Whether a coordinator has answered at this address.
+        self._known = False
+        # Transfer time of the last answer's body.
+        self.body_seconds = 0.0
         self.traffic = Traffic()
 
     def ask(self, kind: type[Message], method: str, path: str, **arguments: Any) -> Message:
-        """Return the message that answers a call."""
+        """Call and return the answer's message."""
         return self.call(method, path, read=lambda answer: message_of(kind, answer), **arguments)
 
     def ask_all(self, kind: type[Message], path: str) -> list[Message]:
-        """Return the messages of a list."""
+        """Return all messages of a list."""
         return self.call("GET", path, read=lambda answer: _read_all(kind, answer), most=LARGEST_LIST)
 
     def call(
@@ -207,7 +211,7 @@ class Connection:
         content: bytes = b"",
         **arguments: Any,
     ) -> Found:
-        """Call until there is an answer; return what ``read`` makes of it."""
+        """Call until an answer comes, and return ``read(answer)``."""
         if content:
             arguments["headers"] = {**arguments["headers"], "Content-Length": str(len(content))}
 
@@ -217,31 +221,31 @@ class Connection:
         return self._patiently(attempt, read)
 
     def exchange(self, method: str, path: str, *, most: int = LARGEST_ANSWER, **arguments: Any) -> httpx.Response:
-        """Call once and return the answer, read whole. One of more than ``most`` bytes is none."""
+        """Call once. Raises NoCoordinator if the answer's body exceeds ``most`` bytes."""
         with self._client.stream(method, path, follow_redirects=False, **self._with_token(arguments)) as answer:
             return self._whole(answer, most)
 
     def _whole(self, answer: httpx.Response, most: int) -> httpx.Response:
-        """Return the answer with its body; of a refusal at most ``LARGEST_REFUSAL`` bytes are read."""
         limit = most if answer.is_success else LARGEST_REFUSAL
         body = bytearray()
         for part in self._parts(answer):
             body += part[: limit + 1 - len(body)]
+            # The caller's block closes the connection.
             if len(body) > limit:
-                break  # leaving the caller's block closes the connection
+                break
         if answer.is_success and len(body) > limit:
             raise NoCoordinator(answer.status_code, f"its answer is longer than {limit:,} bytes")
         return httpx.Response(answer.status_code, headers=answer.headers, content=bytes(body), request=answer.request)
 
     def _parts(self, answer: httpx.Response) -> Iterator[bytes]:
-        """Yield a body as it comes, counted. Raises NoCoordinator where it is encoded, httpx.ReadTimeout where it comes
-        too slowly."""
+        """Yield and count a body's parts. Raises NoCoordinator if it is encoded, httpx.ReadTimeout if too slow."""
         encoding = answer.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
             raise NoCoordinator(
                 answer.status_code, f"its answer is encoded ({printable(encoding)[:40]}); have no proxy compress it"
             )
-        begin, arrived = self._clock(), 0
+        begin = self._clock()
+        arrived = 0
         for part in answer.iter_bytes():
             arrived += len(part)
             self.traffic.down += len(part)
@@ -258,8 +262,10 @@ class Connection:
         params: dict[str, str],
         read: Callable[[httpx.Response], Found],
     ) -> Found:
-        """Send ``body``; after a break, only what has not arrived."""
-        digest, size, begun = hashlib.sha256(body).hexdigest(), len(body), False
+        """Send ``body``; after an interruption, send only the missing part."""
+        digest = hashlib.sha256(body).hexdigest()
+        size = len(body)
+        begun = False
         headers = {**headers, "Sparrow-Update-SHA256": digest}
 
         def attempt() -> httpx.Response:
@@ -276,22 +282,22 @@ class Connection:
             of |= {"Content-Length": length}
             content = self._counted(body[first:])
             answer = self.exchange("PUT", path, content=content, headers={**headers, **of}, params=params)
-            if answer.status_code == 416:  # what is there has changed meanwhile: ask again
+            # The received part has changed in the meantime: ask again.
+            if answer.status_code == 416:
                 raise httpx.RemoteProtocolError(detail_of(answer))
             return answer
 
         return self._patiently(attempt, read)
 
     def _counted(self, content: bytes) -> Iterator[bytes]:
-        """``content`` in parts, counted as they are handed to the connection: what never left is no traffic."""
+        """Yield ``content`` in parts, and count each as it is sent."""
         for start in range(0, len(content), UPLOAD_PART):
             part = content[start : start + UPLOAD_PART]
             self.traffic.up += len(part)
             yield part
 
     def download(self, path: str, size: int, into: BinaryIO, etag: str = "") -> None:
-        """Write ``size`` bytes to ``into``; what arrived before a break is kept, and only the rest asked for. etag: of
-        what is there already."""
+        """Write ``size`` bytes to ``into``, resuming after bytes that it already holds. etag: of those bytes."""
 
         def attempt() -> httpx.Response:
             nonlocal etag
@@ -308,8 +314,9 @@ class Connection:
                 etag = answer.headers.get("ETag", "")
                 for part in self._parts(answer):
                     into.write(part)
+                    # More than announced: stop, the digest will not match.
                     if into.tell() > size:
-                        break  # more than announced: the digest will not match, and memory is not theirs to take
+                        break
                 return answer
 
         self._patiently(attempt)
@@ -325,16 +332,18 @@ class Connection:
         attempt: Callable[[], httpx.Response],
         read: Callable[[httpx.Response], Found] = lambda answer: answer,  # type: ignore[assignment, return-value]
     ) -> Found:
-        waited, longest = 0.0, FIRST_WAIT
+        waited = 0.0
+        longest = FIRST_WAIT
         while True:
-            pause, kind = 0.0, Unreachable
+            pause = 0.0
+            kind = Unreachable
             try:
                 answer = attempt()
                 if answer.is_success or answer.status_code == 304:
                     found = read(answer)
                     self._known = True
                     return found
-                # After a coordinator has answered, refusals of another server (captive portal, proxy) will pass, too.
+                # Once a coordinator has answered, refusals by another server (captive portal, proxy) are temporary.
                 if not passes(answer) and (is_problem(answer) or not self._known):
                     raise _refusal(answer)
                 passing = PROBLEMS.get(_type(answer), Unreachable)
@@ -352,9 +361,9 @@ class Connection:
                 if not self._known:
                     reason = tls.hint(error, str(self._client.base_url))
                 untrusted = tls.explain(error)
-                if untrusted is not None and not self._known:  # else another server is in between, for a while
+                if untrusted is not None and not self._known:
                     raise Unreachable(f"{self._client.base_url} cannot be used: {untrusted}") from error
-            # What was asked for is waited for, and then some, drawn at random: others were asked for the same.
+            # Add a random wait to the requested one: other devices received the same request.
             seconds = pause + self._chance.uniform(0, max(longest, pause / 4))
             if self.patience_seconds is not None and waited + seconds > self.patience_seconds:
                 if kind is not Unreachable:
@@ -370,7 +379,7 @@ class Connection:
 
 
 def message_of(kind: type[Message], answer: httpx.Response) -> Message:
-    """Return the message of the answer; a page of another server (a captive portal, a proxy) is none."""
+    """Return the message in the answer. Raises NoCoordinator for any other content, such as a proxy's page."""
     try:
         return kind.model_validate_json(answer.content)
     except ValidationError:
@@ -378,7 +387,6 @@ def message_of(kind: type[Message], answer: httpx.Response) -> Message:
 
 
 def _read_all(kind: type[Message], answer: httpx.Response) -> list[Message]:
-    """Return the messages of the answer, as ``_read`` returns one."""
     try:
         return TypeAdapter(list[kind]).validate_json(answer.content)  # type: ignore[valid-type]
     except ValidationError:
@@ -386,15 +394,14 @@ def _read_all(kind: type[Message], answer: httpx.Response) -> list[Message]:
 
 
 def pause_of(answer: httpx.Response, usual: float) -> float:
-    """Return the seconds that Retry-After asks for, at most ``LONGEST_PAUSE``; its other form, a date, which proxies
-    may send, is ignored: it would be off by as much as this device's clock."""
+    """Return the seconds in Retry-After, at most ``LONGEST_PAUSE``, or ``usual``."""
+    # Dates, its other form, are ignored: they would need a correct clock on this device.
     text = answer.headers.get("Retry-After", "")
     sensible = text.isascii() and text.isdecimal() and len(text) < 10
     return min(float(text), LONGEST_PAUSE) if sensible else usual
 
 
 def _refusal(answer: httpx.Response) -> Refused:
-    """Return the exception of what was answered."""
     if not is_problem(answer):
         return NoCoordinator(answer.status_code, detail_of(answer))
     kind = PROBLEMS.get(_type(answer), Refused)
@@ -402,7 +409,7 @@ def _refusal(answer: httpx.Response) -> Refused:
 
 
 def passes(answer: httpx.Response) -> bool:
-    """Return whether the answer may be another one later."""
+    """Return whether the refusal is temporary."""
     return answer.status_code in (408, 429) or answer.status_code >= 500
 
 
@@ -412,7 +419,7 @@ def is_problem(answer: httpx.Response) -> bool:
 
 
 def _type(answer: httpx.Response) -> str:
-    """Return the type of a problem document without ``PREFIX``; empty where the answer has none."""
+    """Return the type of a problem document without ``PREFIX``; empty if it has no type."""
     try:
         return str(answer.json()["type"]).removeprefix(PREFIX)
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -420,7 +427,7 @@ def _type(answer: httpx.Response) -> str:
 
 
 def detail_of(answer: httpx.Response) -> str:
-    """Return what the answer says."""
+    """Return the text of a problem document."""
     try:
         return printable(str(answer.json()["detail"])[:LONGEST_TEXT])[:LONGEST_TEXT]
     except (ValueError, KeyError, TypeError, RecursionError):

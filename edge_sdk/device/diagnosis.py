@@ -1,7 +1,7 @@
-"""Likely causes of training that diverged, in order: the scale of the inputs, the learning rate, the clip.
+"""Likely causes of diverged training, in order: scale of the inputs, learning rate, clip.
 
-They are for the device's user, with the measured spread of its inputs. The coordinator gets only the failure's type and
-code (``protocol.failures``), because nothing that was measured on a device's data may leave it.
+Only the device's user sees them. The coordinator receives only the failure's code (``protocol.failures``), because
+measurements of a device's data must not leave it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FIRST_BATCHES = 8
 ORDINARY_DEVIATIONS = (0.1, 10.0)
 ORDINARY_VALUE = 100.0
 
-OTHERS = "another device whose data are in other units: the operator's page names it"
+OTHERS = "another device with data in other units: the operator's page names it"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The smallest and largest value of inputs, and their standard deviation."""
+    """Smallest and largest input value, and their standard deviation."""
 
     smallest: float
     largest: float
@@ -34,7 +34,7 @@ class Spread:
 
     @classmethod
     def of(cls, batches: Batches) -> Spread | None:
-        """Measure the first batches; None if inputs are indices. Random numbers stay as they were."""
+        """Measure the first batches without changing random states; None if inputs are indices."""
         with random_state_kept(batches):
             found = [as_arrays(batch)[0] for batch in islice(batches, FIRST_BATCHES)]
         if not found or found[0].dtype.kind != "f":
@@ -44,7 +44,7 @@ class Spread:
 
     @property
     def ordinary(self) -> bool:
-        """True if networks usually train with inputs of this spread."""
+        """Whether networks usually train with such inputs."""
         least, most = ORDINARY_DEVIATIONS
         return least <= self.deviation <= most and max(-self.smallest, self.largest) < ORDINARY_VALUE
 
@@ -55,12 +55,13 @@ class Spread:
 
 
 def diagnose(error: TrainingDiverged, settings: FederationSettings, batches: Batches) -> str:
-    """Return an error with its likely causes. batches: the training data, whose inputs are measured."""
+    """Return the text of an error with its likely causes. batches: training data."""
     if error.advice is not None and not isinstance(error, UnsoundModel):
         return str(error)
     try:
         spread = Spread.of(batches)
-    except Exception:  # the user's loader; the error at hand says more
+    except Exception:
+        # From the user's loader; the first error matters more.
         spread = None
     if error.advice is not None:
         return str(error) if spread is None else f"{error}. The inputs {spread}"
@@ -70,12 +71,11 @@ def diagnose(error: TrainingDiverged, settings: FederationSettings, batches: Bat
     if spread is None:
         return f"{likely} {steps}"
     if spread.ordinary:
-        return f"{likely} hardly the scale, because inputs {spread}; {steps}"
+        return f"{likely} {steps}; probably not the scale, because inputs {spread}"
     return f"{likely} inputs {spread}: standardise them; {steps}"
 
 
 def _clip(settings: FederationSettings) -> str:
-    """Return what a clip of each step's gradient could change."""
     if settings.clip is None:
-        return "no clip of the gradient: have the operator set clip=1"
-    return f"the clip of {settings.clip:g}: have the operator lower it"
+        return "no gradient clipping: ask the operator to set clip=1"
+    return f"the clip of {settings.clip:g}: ask the operator to lower it"

@@ -1,9 +1,8 @@
-"""A personal model as its difference from a model that many devices share.
+"""A personal model stored as its difference from a shared model, for fleets of simulated devices.
 
-Simulated devices begin with the same weights, and under sparse methods most of a device's values never move. Stored is,
-per tensor, what is not bit for bit the reference's: a bitmap of the positions and their values, as uint8 and float32
-vectors named ``<tensor>:where`` and ``<tensor>:values``; a tensor that has changed nearly everywhere is stored whole,
-under its own name, and one that has not changed not at all.
+Per tensor, it stores a bitmap of the positions whose bits differ, and their values, as uint8 and float32 vectors
+``<tensor>:where`` and ``<tensor>:values``. A tensor that changed nearly everywhere is stored in full under its own
+name; an unchanged one is omitted.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import numpy as np
 from sparrow.protocol.errors import BundleError
 from sparrow.protocol.manifest import Array, Tensors
 
+# Above this share of changed values, the bitmap (one bit per value) costs more than it saves.
 WHOLE = 31 / 32
-"""Share of changed values from which the bitmap (one bit a value) costs more than it saves."""
 
 
 def subtract(tensors: Tensors, reference: Tensors) -> Tensors:
-    """Return what is needed, beside ``reference``, to restore ``tensors``; both by name, alike in shape and type."""
+    """Return the difference of ``tensors`` from ``reference``, of the same shapes and types."""
     difference: Tensors = {}
     for name, tensor in tensors.items():
         if name not in reference or tensor.dtype != np.float32:
@@ -35,16 +34,15 @@ def subtract(tensors: Tensors, reference: Tensors) -> Tensors:
 
 
 def add(difference: Tensors, reference: Tensors) -> Tensors:
-    """Return the tensors that ``subtract`` was given; new arrays. Raises BundleError for a difference from another
-    model.
-    """
+    """Restore the tensors from their difference, as new arrays. Raises BundleError for an inconsistent difference."""
     tensors = {name: np.array(tensor, order="C") for name, tensor in reference.items()}
     for name, stored in difference.items():
         base, _, part = name.rpartition(":")
         if part not in ("where", "values") or base not in tensors:
             tensors[name] = stored
         elif part == "values":
-            size, where = tensors[base].size, difference.get(f"{base}:where")
+            size = tensors[base].size
+            where = difference.get(f"{base}:where")
             if where is None or where.dtype != np.uint8 or where.shape != (-(-size // 8),):
                 raise BundleError(f"{base}: values stored without a bitmap of its {size} positions")
             positions = np.flatnonzero(np.unpackbits(where.astype(np.uint8, copy=False), count=size))
@@ -57,5 +55,5 @@ def add(difference: Tensors, reference: Tensors) -> Tensors:
 
 
 def _bits(tensor: Array) -> Array:
-    """Return the values' bits: unlike the values, they tell 0.0 from -0.0 and are equal to themselves where NaN."""
+    # Bits distinguish 0.0 from -0.0, and NaN equals itself.
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint32)

@@ -1,4 +1,4 @@
-"""A device inside another program: the moments of its work that the program is told, and how the program ends it."""
+"""A device inside another program: progress events, and requests to stop."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from .session import Session
 
+# Interval at which a waiting device checks for a request to stop.
 LOOK_SECONDS = 0.2
-"""How often a wait looks whether it is to end."""
 
 DevicePhase = Literal[
     "opening",
@@ -35,16 +35,13 @@ DevicePhase = Literal[
 
 @dataclass(frozen=True)
 class DeviceProgress:
-    """One moment of a device's work.
+    """One event of a device's work.
 
-    phase: what it does. ``opening``: it looks what it can afford, and enrols. ``waiting``: for its next work.
-    ``paused``: its policy keeps it from working. ``unreachable``: the coordinator does not answer. ``stopped``: its
-    training has stopped early, and it waits to answer evaluations. The others are parts of a round. round: the one that
-    it works in or, between two, the last one; 0 before the first. rounds: how many the federation has. step, steps: of
-    the training in this round, done and in all; 0 outside of it. loss: of the last step's batch. accuracy: of the
-    personal model on validation data, after the last round; None where it was not judged. bytes_down, bytes_up: of all
-    calls of this device so far. seconds: since ``join`` was called. text: a line to show to a person, where there is
-    something to say.
+    phase: ``opening`` chooses a budget and enrols; ``paused`` by the policy; ``stopped`` after early stopping, waiting
+    for evaluations; others as named. round: the current or last one; 0 before the first. rounds: of the federation.
+    step, steps: done and total steps of training in this round. loss: of the last batch. accuracy: of the personal
+    model on validation data; None if not evaluated. bytes_down, bytes_up: of all calls so far. seconds: since ``join``
+    was called. text: a message for the user, if any.
     """
 
     phase: DevicePhase
@@ -61,7 +58,7 @@ class DeviceProgress:
 
 
 class ProgressReporter:
-    """Tells ``call`` the moments of one device's work, on the thread that does it."""
+    """Passes the progress events of one device to ``call``, on the working thread."""
 
     def __init__(self, call: Callable[[DeviceProgress], None]) -> None:
         self._call = call
@@ -70,21 +67,21 @@ class ProgressReporter:
         self._session: Session | None = None
 
     def begin(self, session: Session) -> None:
-        """Report from now on of this session."""
+        """Include this session's numbers from now on."""
         self._session = session
         self.between()
 
     def say(self, text: str) -> None:
-        """Report a line for a person."""
+        """Report a message for the user."""
         self._tell(replace(self._last, text=text))
 
     def unreachable(self, reason: str, seconds: float) -> None:
-        """Report that the coordinator does not answer, and that it is asked again after ``seconds``."""
+        """Report that the coordinator does not answer; the next try is in ``seconds``."""
         text = f"the coordinator does not answer ({reason}); trying again in {seconds:.1f} s"
         self._tell(replace(self._last, phase="unreachable", text=text))
 
     def phase(self, name: str) -> None:
-        """Report that a part of a round begins."""
+        """Report that a phase of a round begins."""
         self._tell(replace(self._last, phase=cast(DevicePhase, name), round=self._round(), step=0, steps=0, loss=None))
 
     def training(self, assignment: Assignment, done: int, total: int, loss: float) -> None:
@@ -93,7 +90,7 @@ class ProgressReporter:
         self._tell(replace(self._last, phase=name, round=assignment.round, step=done, steps=total, loss=loss))
 
     def between(self, *, paused: bool = False) -> None:
-        """Report that the device has no work at the moment."""
+        """Report that the device has no work."""
         assert self._session is not None, "work comes with a session"
         stopped = self._session.progress.stopped_round is not None
         name: DevicePhase = "paused" if paused else "stopped" if stopped else "waiting"
@@ -105,7 +102,8 @@ class ProgressReporter:
 
     def _tell(self, moment: DeviceProgress) -> None:
         if self._session is not None:
-            best, moved = self._session.progress.best, self._session.moved
+            best = self._session.progress.best
+            moved = self._session.moved
             moment = replace(
                 moment,
                 rounds=self._session.info.rounds,
@@ -118,18 +116,19 @@ class ProgressReporter:
 
 
 class Settable(Protocol):
-    """The part of a ``threading.Event`` that is read."""
+    """The reading half of a ``threading.Event``."""
 
     def is_set(self) -> bool:
-        """Return whether it is set."""
+        """Return whether to stop."""
 
 
+# A BaseException, so that a task's code that catches every Exception does not swallow it.
 class Stopped(BaseException):
-    """The program has asked the device to stop. No Exception: a task's own code that catches those does not end it."""
+    """The program has asked the device to stop."""
 
 
 class Stop:
-    """Raises Stopped, once, where a device may stop: between two steps of training, and while it waits.
+    """A program's request to stop; raises Stopped once, between training steps or while waiting.
 
     asked: an event, or a function that returns whether to stop; None: never. Raises BadArgument for anything else.
     """
@@ -144,17 +143,17 @@ class Stop:
 
     @property
     def possible(self) -> bool:
-        """True where it may still be asked for."""
+        """Whether a request may still come."""
         return self._ask is not None
 
     def check(self) -> None:
-        """Raise Stopped if it is asked for."""
+        """Raise Stopped if requested."""
         if self._ask is not None and self._ask():
             self._ask = None
             raise Stopped
 
     def sleep(self, seconds: float) -> None:
-        """Wait. Raises Stopped as soon as that is asked for."""
+        """Wait; raise Stopped if requested."""
         if not self.possible:
             time.sleep(seconds)
             return

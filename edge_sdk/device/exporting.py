@@ -1,8 +1,7 @@
-"""Export of a device's personal model: the smallest ONNX file that predicts what its engine does on the device's data.
+"""Export of a device's personal model: the smallest ONNX file with the same predictions as its engine.
 
-The passes take about a second for each 40 MB of weights on a server's core, and need no samples. The comparison takes
-most of the time: it ends after ``SAMPLES`` samples of validation data, or when the engine has taken ``SECONDS`` for
-them. ONNX Runtime takes no longer for the same samples, so that an export takes about a minute at most.
+The passes take about a second per 40 MB of weights on a server's core. Most of the time goes into the comparison, which
+ends after ``SAMPLES`` samples or ``SECONDS`` of the engine's time; an export takes at most about a minute.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from ..predict import Predictor
 from ..tasks import Task, as_arrays
 from ..tasks.prepared import fitting
 
+# Limits of the comparison on validation data.
 SAMPLES = 1000
 SECONDS = 20.0
-"""Validation data on which the file is compared with the engine: this many samples, or those of this many seconds."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """An exported file: its size and that of the dense model, the passes that made it smaller, and the largest absolute
-    difference from the ``engine`` on ``samples`` of the device's data."""
+    """An exported file. steps: passes that made it smaller. max_difference: from ``engine``, on ``samples`` samples."""
 
     path: Path
     bytes: int
@@ -44,11 +42,10 @@ class Export:
 
 
 def export_personal(path: Path, source: Source, engine: Engine, task: Task) -> Export:
-    """Write the smallest ONNX file that predicts the same as ``engine`` does, on validation data, to ``path``.
+    """Write the smallest ONNX file that agrees with ``engine`` on validation data.
 
-    If the task's data were prepared, the file takes raw samples.
-
-    Raises ExportError; NotTheSame among them, where even the dense model predicts something else.
+    If the task's data were prepared, the file takes raw samples. Raises ExportError, in particular NotTheSame if even
+    the dense model disagrees.
     """
     engine.load({spec.name: source.tensors[spec.name] for spec in source.manifest.kept})
     reference = reference_of(engine, task)
@@ -67,7 +64,7 @@ def export_personal(path: Path, source: Source, engine: Engine, task: Task) -> E
 
 
 def reference_of(engine: Engine, task: Task) -> Reference:
-    """Return inputs of the validation data, raw if they were prepared, and the engine's outputs for them."""
+    """Return validation inputs, raw if they were prepared, and the engine's outputs."""
     inputs: list[Any] = []
     outputs = []
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Signs of life of a device at work, so that whoever waits for it can tell a long step from a dead device."""
+"""Heartbeats of a working device, which distinguish a long step from a crash."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from contextlib import contextmanager
 
 from .transport import Transport
 
+# Heartbeats per silence interval, so that two may be lost.
 BEATS = 3
-"""Heartbeats in the time after which silence ends an assignment: one or two may be lost on the way."""
 
 
 @contextmanager
 def heartbeat(transport: Transport, assignment_id: str, silence_seconds: float) -> Iterator[None]:
-    """Report every third of ``silence_seconds`` that the device works on an assignment.
+    """Send heartbeats for an assignment from a daemon thread, every third of ``silence_seconds``.
 
-    Runs on a thread of its own, which neither a long step nor a pause nor a slow transfer holds up, and which keeps no
-    process alive. If the coordinator does not answer, the next beat tries again; if it says that nobody waits any more,
-    the work continues without.
+    Missed answers are ignored. If the coordinator no longer waits for the assignment, heartbeats end, and work goes on.
     """
     over = threading.Event()
 
@@ -31,4 +29,5 @@ def heartbeat(transport: Transport, assignment_id: str, silence_seconds: float) 
     try:
         yield
     finally:
-        over.set()  # and not waited for: it may be in a call that nobody answers
+        # Not joined: the thread may be in a call without an answer.
+        over.set()

@@ -1,4 +1,4 @@
-"""Logit adjustment: a device's class frequencies are added to its outputs, so that the model need not learn them.
+"""Logit adjustment: adding a device's class frequencies to its outputs, so that the model need not learn them.
 
 Menon, Jayasumana, Rawat, Jain, Veit, Kumar, "Long-tail learning via logit adjustment", ICLR 2021, arXiv:2007.07314,
 Eq. 10; between devices: Zhang, Li, Li, Xu, Wu, Ding, Wu, "Federated Learning with Label Distribution Skew via Logits
@@ -8,12 +8,10 @@ smoothed by ``PSEUDO_COUNT``, and τ the federation's ``logit_adjustment``, devi
 
     z + τ (log π_k + log C)
 
-in place of the outputs z [C]. Without it a device that has few classes pushes the bias of all others down and that of
-its own up, and the average forgets both; with it the shared model stays one of equal classes, and a device's own
-frequencies are part of its predictions from the first round on.
+in place of the outputs z [C]. The shared model then stays one of equal classes, while each device predicts with its own
+frequencies from the first round on.
 
-Here they are added to the last layer's bias when values come in, and taken off it when values go out: training,
-personal models and exports need nothing else, and nothing of them is sent.
+The offset is added to the last layer's bias in received values and subtracted from sent ones.
 """
 
 from __future__ import annotations
@@ -33,16 +31,19 @@ from ..methods import Job, Update
 from ..tasks import Batches, Task, collect_targets
 from .trainable import CannotTrain
 
+# Added to each class's count, so that empty classes have a prior.
 PSEUDO_COUNT = 0.5
-"""Added to the samples of every class: a class without any has a prior, too."""
+# Largest accepted deviation of outputs after moving the bias, relative to the largest offset.
 TOLERANCE = 1e-3
-"""Difference from the outputs expected, relative to the largest, from which a bias is not the outputs'."""
 
 
 @dataclass(frozen=True)
 class LabelPrior:
-    """A device's prior of its classes. bias: the tensor that has it; offset: float32 [classes]; sketch: what is told of
-    the frequencies, None of fewer than two samples."""
+    """A device's class prior.
+
+    bias: name of the last layer's bias; offset: float32 [classes]; sketch: reported summary of the frequencies, None
+    for fewer than two samples.
+    """
 
     manifest: Manifest
     bias: str
@@ -51,16 +52,16 @@ class LabelPrior:
 
     @classmethod
     def of(cls, task: Task, manifest: Manifest, settings: FederationSettings) -> LabelPrior | None:
-        """Return the prior of a device's training samples; None where the federation adjusts nothing.
+        """Return the prior of the training samples; None without ``logit_adjustment``.
 
-        Raises CannotTrain for a task or a model that it cannot be added to.
+        Raises CannotTrain if the task is not a classification or the last layer has no bias per class.
         """
         if not settings.logit_adjustment:
             return None
         spec = manifest.output_bias
         if spec is None or not task.classification:
             raise CannotTrain(
-                "logit_adjustment is for classifications by models whose last layer has a bias for each class; join a "
+                "logit_adjustment needs a classification model whose last layer has a bias per class; join a "
                 "federation without it"
             )
         labels = collect_targets(task.train).astype(np.int64)
@@ -72,7 +73,7 @@ class LabelPrior:
         return cls(manifest, spec.name, offset.astype(np.float32), LabelSketch.of(seen))
 
     def check(self, engine: Engine, batches: Batches) -> None:
-        """Raise CannotTrain unless the model's outputs follow the bias; its tensors stay as they are."""
+        """Raise CannotTrain unless the model's outputs follow the bias; restore its tensors."""
         batch = [next(iter(batches))]
         tensors = engine.read()
         before, _ = engine.scores(batch)
@@ -82,19 +83,19 @@ class LabelPrior:
         moved = _centred(after - before) - _centred(self.offset[None])
         if np.abs(moved).max() > TOLERANCE * max(1.0, float(np.abs(self.offset).max())):
             raise CannotTrain(
-                f"logit_adjustment needs a model whose outputs are those of its last layer: adding to {self.bias} does "
-                f"not move them alike; publish the model without what comes behind"
+                f"logit_adjustment needs a model whose outputs are those of its last layer: they do not follow "
+                f"{self.bias}; publish the model without the operations after it"
             )
 
     def received(self, job: Job) -> Job:
-        """Return the work with the prior in its payload, where this round adjusts outputs."""
+        """Return the job with the prior added to its payload, if this round adjusts outputs."""
         if job.received is None or not adjusts(job):
             return job
         values = self._moved(job.received.values, job.received.mask, 1)
         return replace(job, received=replace(job.received, values=values))
 
     def sent(self, job: Job, update: Update) -> Update:
-        """Return the update of a job without the prior."""
+        """Return the update with the prior subtracted."""
         if not adjusts(job):
             return update
         base = (
@@ -115,18 +116,17 @@ class LabelPrior:
 
 
 def adjusts(job: Job) -> bool:
-    """Return whether a round of a federation with ``logit_adjustment`` adjusts outputs: where that depends on the label
-    skew, its assignments say so."""
+    """Return whether a round adjusts outputs; with ``logit_adjustment_from``, its plan says so."""
     return not job.assignment.settings.logit_adjustment_from or job.assignment.plan.get(ADJUSTS) is True
 
 
 def asks_for_labels(job: Job) -> bool:
-    """Return whether devices are to tell of their labels, because it is not decided whether outputs are adjusted."""
+    """Return whether devices should report a sketch of their labels, because adjusting is still undecided."""
     settings = job.assignment.settings
     return bool(settings.logit_adjustment and settings.logit_adjustment_from) and ADJUSTS not in job.assignment.plan
 
 
 def _centred(scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return scores [N, C] less their means: what is left of them where outputs are logarithms of a softmax."""
+    """Return scores [N, C] minus their row means, which log-softmax outputs leave undetermined."""
     centred: NDArray[np.float32] = scores - scores.mean(axis=1, keepdims=True)
     return centred

@@ -1,17 +1,15 @@
-"""Local differential privacy: a device clips its update and adds noise before it sends it (docs/privacy.md).
+"""Local differential privacy: clip an update and add noise before sending it (docs/privacy.md).
 
     Δ ← (w_k - w^t) · min(1, C / ‖w_k - w^t‖₂);   send w^t + Δ + N(0, (z C)²)         C: the clip, z: the multiplier
 
-The clip is that of Abadi and others, "Deep Learning with Differential Privacy", CCS 2016, arXiv:1607.00133, Algorithm
-1, over a whole update instead of one sample's gradient; the noise is the Gaussian mechanism. Two runs are neighbours if
-all of a device's data are replaced by others: an update of norm C at most then differs by 2 C at most. Each update that
-is sent counts as one mechanism, whatever became of it, so epsilon is that of their composition.
+The clip follows Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, arXiv:1607.00133, Algorithm 1, on a
+whole update instead of one sample's gradient; the noise is the Gaussian mechanism. Neighbouring data sets replace all
+of a device's data, so the sensitivity is 2 C. Every sent update counts as one mechanism; epsilon is that of their
+composition.
 
-Noise comes from the operating system's randomness, never from the federation's seed. An update that is sent again comes
-from the outbox, byte for byte; a round that is trained again has sent nothing, and draws noise anew.
-
-An epsilon for the values is worth little beside a loss that is sent as it is. So a device with local noise withholds
-all that depends on its data, except the number of its samples, by which updates are weighted.
+Noise comes from the operating system, never from the federation's seed. A repeated update comes from the outbox, byte
+for byte; a repeated round has sent nothing and draws new noise. A device with local noise withholds everything else
+that depends on its data, such as losses, except its number of samples.
 """
 
 from __future__ import annotations
@@ -44,15 +42,15 @@ from .trainable import CannotTrain
 if TYPE_CHECKING:
     from .state import Progress
 
+# Epsilon is reported at this delta.
 DELTA = 1e-5
-"""The delta at which epsilon is stated."""
+# Reported in place of the real failure, whose kind could depend on the data.
 WITHHELD = Failure("other")
-"""The failure that the coordinator reads: the kind of an error could depend on the data."""
 
 
 @dataclass(frozen=True)
 class LocalNoise:
-    """The noise that a device adds. multiplier: z; clip: C. Raises BadArgument for numbers that cannot work."""
+    """Noise on updates. multiplier: z; clip: C. Raises BadArgument for invalid numbers."""
 
     multiplier: float
     clip: float = 1.0
@@ -65,29 +63,29 @@ class LocalNoise:
 
     @classmethod
     def asked(cls, multiplier: float | None, clip: float | None) -> LocalNoise | None:
-        """Return the noise that a caller asks for, or None. Raises BadArgument, and MissingPart without accountant."""
+        """Return the requested noise, or None. Raises BadArgument; MissingPart without an accountant."""
         if multiplier is None:
             if clip is not None:
-                raise BadArgument("local_clip bounds updates that get noise; give local_noise as well, or leave it out")
+                raise BadArgument("local_clip has no effect without local_noise; give both, or leave local_clip out")
             return None
         noise = cls(multiplier, 1.0 if clip is None else clip)
         check_accountant()
         return noise
 
     def described(self, updates: Mapping[float, int]) -> str:
-        """Return the noise and what the updates so far have cost, as a line for a person."""
+        """Return a message with the noise and the epsilon spent so far."""
         spent = epsilon(updates)
-        assert spent is not None, "the session has refused a history without noise"
+        assert spent is not None, "the session refuses updates without noise"
         return (
-            f"local noise: deviation {self.multiplier:g} times the clip {self.clip:g} on every value sent; epsilon so "
-            f"far {spent:.4g} at delta {DELTA:g}"
+            f"local noise: standard deviation {self.multiplier:g} times the clip {self.clip:g} on every sent value; "
+            f"epsilon so far {spent:.4g} at delta {DELTA:g}"
         )
 
     def check(self, method: DeviceMethod, manifest: Manifest, settings: FederationSettings) -> None:
-        """Raise CannotTrain for a federation whose updates this noise does not hide."""
+        """Raise CannotTrain if the noise would not cover the federation's updates."""
         if not method.adds_local_noise:
             raise CannotTrain(
-                f"--local-noise is not for {settings.method}; leave it out, or join a federation of "
+                f"--local-noise does not support {settings.method}; leave it out, or join a federation with "
                 f"{' or '.join(_methods())}"
             )
         if (fault := _unfit(settings)) is not None:
@@ -95,24 +93,25 @@ class LocalNoise:
         statistics = next((spec.name for spec in manifest.shared if not spec.trainable), None)
         if statistics is not None:
             raise CannotTrain(
-                f"--local-noise: {statistics} is sent, and a running variance with noise can fall below 0; join a "
+                f"--local-noise: {statistics} is sent, and noise can make a running variance negative; join a "
                 f"federation whose model has no batch norm or, with fedspu, was published with "
                 f"--running-statistics personal"
             )
 
     def hide(self, job: Job, update: Update, chance: np.random.Generator | None = None) -> Update:
-        """Return an update that has moved by at most the clip (2-norm), with noise on each of its values.
+        """Return the update clipped to ``clip`` (2-norm), with noise on each value.
 
-        chance: the source of the noise; the operating system by default. Raises ProtocolError for a round that asks for
-        more than values, TrainingDiverged where they are not finite.
+        chance: default: seeded by the operating system. Raises ProtocolError if the round asks for more than values,
+        TrainingDiverged if they are not finite.
         """
         settings = job.assignment.settings
         if job.assignment.kind is not Kind.train or update.parts:
             raise ProtocolError("the round asks for more than --local-noise hides")
         if (fault := _unfit(settings)) is not None:
             raise ProtocolError(fault)
-        manifest, mask = job.manifest, update.mask
-        # Of the payload as it came: neither may depend on the device's data.
+        manifest = job.manifest
+        mask = update.mask
+        # The base must not depend on the device's data.
         base = sent_values(manifest, job.received, mask) if update.base is None else pack(manifest, update.base, mask)
         base = np.asarray(base, np.float64)
         moved = np.asarray(update.values, np.float64) - base
@@ -130,29 +129,29 @@ def _methods() -> list[str]:
     """Return the names of the installed methods that can add local noise."""
     found = []
     for name in installed("sparrow.device_methods"):
-        with suppress(SdkError):  # one that needs PyTorch, which is not here
+        # Methods that need PyTorch may fail to load.
+        with suppress(SdkError):
             if load_method(name).adds_local_noise:
                 found.append(name)
     return found
 
 
 def _unfit(settings: FederationSettings) -> str | None:
-    """Return why updates in the federation's precision cannot be hidden."""
     if settings.precision_of("up", Kind.train) != "int8" or settings.secure:
         return None
     return (
-        "--local-noise: updates in int8 carry what rounding took from earlier ones, which epsilon does not count; join "
-        "a federation of another precision"
+        "--local-noise: updates in int8 include rounding residuals of earlier ones, which epsilon does not cover; join "
+        "a federation with another precision"
     )
 
 
 def withhold(trained: Trained) -> Trained:
-    """Return the outcome of a round without what its method found in the data."""
+    """Return the outcome of a round without counts and early stopping, which depend on the data."""
     return replace(trained, counts={}, stopped=False)
 
 
 def count_update(updates: Mapping[float, int], noise: LocalNoise | None, update: Update | None) -> Mapping[float, int]:
-    """Return the numbers of updates by their multiplier, 0 without noise, after a round; None if it sends no update."""
+    """Return multiplier (0 without noise) -> number of updates, including ``update`` if any."""
     if update is None:
         return updates
     multiplier = 0.0 if noise is None else float(noise.multiplier)
@@ -160,10 +159,7 @@ def count_update(updates: Mapping[float, int], noise: LocalNoise | None, update:
 
 
 def epsilon(updates: Mapping[float, int]) -> float | None:
-    """Return epsilon at ``DELTA`` of all updates, by their multiplier; None if one was sent without noise.
-
-    Raises MissingPart without the accountant.
-    """
+    """Return epsilon at ``DELTA`` of all updates; None if one was sent without noise. Raises MissingPart."""
     if updates.get(0.0):
         return None
     mechanisms = ((multiplier / SENSITIVITY["replacement"], times) for multiplier, times in sorted(updates.items()))
@@ -171,18 +167,18 @@ def epsilon(updates: Mapping[float, int]) -> float | None:
 
 
 def check_history(noise: LocalNoise | None, progress: Progress, path: Path) -> None:
-    """Raise CannotTrain unless all updates of a device, sent and to be sent, have noise, or none has."""
+    """Raise CannotTrain if the device would mix updates with and without noise."""
     noisy = sum(times for multiplier, times in progress.updates.items() if multiplier)
-    # A folder of before updates were counted has rounds alone.
+    # Older state folders count only rounds.
     bare = max(progress.updates.get(0.0, 0), progress.rounds - noisy)
     afresh = "use another --device-name and --state-dir"
     if noise is not None and bare:
         raise CannotTrain(
             f"{path}: this device has sent {bare} updates without noise, so no epsilon holds for its data; leave "
-            f"--local-noise out or, to count from now on, {afresh}"
+            f"--local-noise out or, to start counting now, {afresh}"
         )
     if noise is None and noisy:
         raise CannotTrain(
-            f"{path}: this device has sent {noisy} updates with local noise, and without it their epsilon would not "
-            f"hold any more; give --local-noise again or, to give it up, {afresh}"
+            f"{path}: this device has sent {noisy} updates with local noise, whose epsilon would no longer hold; give "
+            f"--local-noise again or, to do without it, {afresh}"
         )

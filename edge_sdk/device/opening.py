@@ -1,4 +1,4 @@
-"""From a task to the engine that trains it: the data, the model and the federation's are looked at before."""
+"""Opening a task: check its data and model against the federation, and create the engine."""
 
 from __future__ import annotations
 
@@ -41,29 +41,31 @@ Prepare = Callable[[Task, Manifest, FederationInfo, "Rehearse"], Prepared]
 
 
 def add_compute(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what trains, and where."""
+    """Add the options for the engine and the accelerator."""
     parser.add_argument(
         "--engine",
         choices=get_args(EngineChoice),
         default="auto",
         metavar="NAME",
-        help="onnx, which needs no PyTorch; torch; auto: onnx where it can and there is no GPU (default: auto)",
+        help="onnx (without PyTorch), torch, or auto: onnx if possible and there is no GPU (default: auto)",
     )
     parser.add_argument(
-        "--accelerator", choices=ACCELERATORS, default="auto", help="where to train (default: a GPU where there is one)"
+        "--accelerator", choices=ACCELERATORS, default="auto", help="device to train on (default: a GPU if present)"
     )
-    parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
+    parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, with torch's autocast")
 
 
 def choose_compute(
     engine: EngineChoice, accelerator: str, threads: int | None, *, bfloat16: bool, deterministic: bool = False
 ) -> tuple[EngineChoice, Compute]:
-    """Return what trains, as far as it is known yet, and how to compute. Raises CannotTrain without the package of an
-    engine that was asked for, BadArgument for what it does not have."""
+    """Return the engine, as far as it is known yet, and the compute.
+
+    Raises CannotTrain if the engine's package is missing, BadArgument if the engine does not support the options.
+    """
     if accelerator == "cuda" or bfloat16:
         if engine == "onnx":
-            what = "--accelerator cuda" if accelerator == "cuda" else "--bfloat16"
-            raise BadArgument(f"{what} needs PyTorch: give --engine torch, or leave it out")
+            option = "--accelerator cuda" if accelerator == "cuda" else "--bfloat16"
+            raise BadArgument(f"{option} needs PyTorch; give --engine torch, or leave {option} out")
         engine = "torch"
     check_trainable(module=None if engine == "auto" else "torch" if engine == "torch" else "onnxruntime")
     device = choose_device("cpu" if engine == "onnx" else accelerator, deterministic=deterministic)
@@ -71,11 +73,10 @@ def choose_compute(
 
 
 def choose_engine(asked: EngineChoice, task: Task, manifest: Manifest, method: str) -> EngineName:
-    """Return what trains ``task`` with a method: what was asked for, or for ``auto`` ONNX Runtime, unless it cannot,
-    or the task has a model and is to be computed by a GPU or in bfloat16.
+    """Return the engine for ``task`` and a method.
 
-    Raises CannotTrain where that is not installed, or cannot train this; BadArgument where PyTorch is
-    needed and the task has no model.
+    ``auto`` is ONNX Runtime, unless it cannot train this, or the task has a model for a GPU or bfloat16. Raises
+    CannotTrain if the engine is missing or cannot train this, BadArgument if PyTorch needs a model that the task lacks.
     """
     lacks = _onnx_lacks(manifest, method)
     compute = task.compute
@@ -89,13 +90,13 @@ def choose_engine(asked: EngineChoice, task: Task, manifest: Manifest, method: s
     except CannotTrain as error:
         raise CannotTrain(f"{lacks}, and {error}" if lacks else str(error)) from None
     if task.model is None:
-        why = f"is needed, because {lacks}: give one" if lacks else "PyTorch trains: give one, or --engine onnx"
-        raise BadArgument(f"the task has no model, which {why}")
+        if lacks:
+            raise BadArgument(f"the task needs a model, because {lacks}; give one")
+        raise BadArgument("the task has no model for PyTorch to train; give one, or --engine onnx")
     return "torch"
 
 
 def _onnx_lacks(manifest: Manifest, method: str) -> str | None:
-    """Return why ONNX Runtime cannot train a model on this device; None where it can."""
     if "onnx" not in load_method(method).engines:
         return f"{method} needs PyTorch to train"
     if "step" not in manifest.graphs:
@@ -107,12 +108,13 @@ def _onnx_lacks(manifest: Manifest, method: str) -> str | None:
 def open_torch(
     task: Task, manifest: Manifest, info: FederationInfo, values: Tensors, prepare: Prepare | None, budget: float
 ) -> tuple[Prepared, Engine]:
-    """Return the task as it is to be computed with its budget, and PyTorch's engine for it.
+    """Check model and data; return the prepared task and PyTorch's engine.
 
-    values: the federation's, of what nobody trains, and of how what stays on devices begins. Model and data are tried
-    first. Raises BadArgument, ManifestError, DoesNotFit.
+    values: the federation's frozen values, and the initial ones of a device's own part. Raises BadArgument,
+    ManifestError, DoesNotFit.
     """
-    from ..training.checking import check_task, suited_to_model  # here, because the other engine needs no PyTorch
+    # Imported here, because the other engine needs no PyTorch.
+    from ..training.checking import check_task, suited_to_model
     from ..training.engine import TorchEngine
 
     task = load_method(info.method).task_of(task, manifest, info.settings.seed)
@@ -136,34 +138,35 @@ def open_onnx(
     free: int,
     trial: bool,
 ) -> tuple[Prepared, Engine]:
-    """Return the task as it is to be computed with its budget, and ONNX Runtime's engine for a federation's step.
+    """Return the prepared task and ONNX Runtime's engine for a federation's step.
 
-    needs: of the graphs. free: bytes that training may add. trial: whether the step first runs once, in a process of
-    its own. Raises as ``share_onnx``, and TooCostly if the device cannot afford the graphs for batches of its task.
+    free: bytes that training may add. trial: first run the step once in a separate process. Raises as ``share_onnx``;
+    TooCostly if the device cannot afford the graphs for its batches.
     """
     from ..engines.onnx import Sessions
     from ..engines.rehearsal import OnnxRehearsal
 
     task = suited(replace(task, compute=Compute(threads=task.compute.threads)), types_of(graphs))
     _check_costs(task, manifest, graphs, needs, free=free, trial=trial)
-    prepared, sessions = Prepared(task, budget), cache(lambda threads: Sessions(graphs, threads=threads))
+    prepared = Prepared(task, budget)
+    sessions = cache(lambda threads: Sessions(graphs, threads=threads))
     if prepare is not None:
         prepared = prepare(task, manifest, info, partial(OnnxRehearsal, sessions=sessions))
     engine = _engine_of(task, manifest, info, sessions(prepared.task.compute.threads or 1))
-    sessions.cache_clear()  # what was tried, and not chosen
+    # Free the sessions of other thread counts.
+    sessions.cache_clear()
     return prepared, engine
 
 
 def _check_costs(
     task: Task, manifest: Manifest, graphs: Graphs, needs: tuple[Needs, Needs], *, free: int, trial: bool
 ) -> None:
-    """Raise TooCostly if a device cannot afford a federation's graphs for batches of its task."""
     from ..engines.affordable import check_affordable, try_step
 
     with random_state_kept(task.train, task.held_out):
         batch, held_out = (next(map(as_arrays, loader), None) for loader in (task.train, task.held_out))
     if batch is None or held_out is None:
-        # Training says what is missing.
+        # Training reports the missing samples.
         return
     inputs, targets = batch
     check_affordable(needs, manifest, len(inputs), len(held_out[0]), free)
@@ -174,17 +177,15 @@ def _check_costs(
 
 
 def _some_values(spec: TensorSpec, chance: np.random.Generator) -> Array:
-    """Return values of the size that those of a model have."""
     if isinstance(spec.init, Constant):
         return np.full(spec.shape, spec.init.value, np.dtype(spec.dtype))
     return (0.05 * chance.standard_normal(spec.shape)).astype(np.dtype(spec.dtype))
 
 
 def share_onnx(task: Task, manifest: Manifest, info: FederationInfo, sessions: Sessions) -> Engine:
-    """Return ONNX Runtime's engine for a federation's training step; several engines may share ``sessions``.
+    """Return ONNX Runtime's engine for a federation's training step; engines may share ``sessions``.
 
-    Raises BadArgument for data that are not as the model takes them; ManifestError where the device's own part of the
-    model has no recipe.
+    Raises BadArgument if the data do not fit the model, ManifestError if a device's own part has no initial values.
     """
     suited(take_in(task, manifest), types_of(sessions.graphs))
     return _engine_of(task, manifest, info, sessions)
@@ -205,15 +206,15 @@ def fetch_graphs(
     frozen: Tensors | None = None,
     first: Tensors | None = None,
 ) -> tuple[Graphs, tuple[Needs, Needs]] | None:
-    """Return the training step and the evaluation of a model, checked, and what they take; None if it was published
-    without.
+    """Return the checked graphs of a model's training step and evaluation, and their needs; None if unpublished.
 
-    fetch: gives a graph by name. frozen, first: what nobody trains of the model, and how what stays on devices begins.
-    Raises GraphError for graphs that are not the manifest's, or must not be run.
+    frozen, first: frozen values, and initial ones of a device's own part. Raises GraphError if a graph differs from the
+    manifest or is not allowed.
     """
     if "step" not in manifest.graphs:
         return None
-    from sparrow.graphs.checking import check_graphs  # onnx, which training with PyTorch does without
+    # Imported here, because PyTorch's engine needs no onnx.
+    from sparrow.graphs.checking import check_graphs
 
     graphs = Graphs(fetch("step"), fetch("evaluation"), frozen or {}, first or {})
     check_digest(manifest, "step", graphs.step)
@@ -223,14 +224,14 @@ def fetch_graphs(
 
 def check_digest(manifest: Manifest, name: GraphName, graph: bytes) -> None:
     """Raise GraphError unless a graph has the digest in the manifest."""
-    digest, wanted = hashlib.sha256(graph).hexdigest(), manifest.graphs.get(name)
+    digest = hashlib.sha256(graph).hexdigest()
+    wanted = manifest.graphs.get(name)
     if digest != wanted:
-        raise GraphError(f"the {name} that came has the SHA-256 {digest}, the manifest names {wanted}; try again")
+        raise GraphError(f"the downloaded {name} has the SHA-256 {digest}, the manifest names {wanted}; try again")
 
 
 def as_taken(task: Task, manifest: Manifest) -> Task:
-    """Return the task with samples as the model takes them, where only axes of length 1 differ: of windows of a series
-    [C, L] a file's loader makes grey images [1, C, L]."""
+    """Return the task with samples reshaped for the model, if only axes of length 1 differ."""
 
     def fitted(batches: Any) -> Any:
         if not isinstance(batches, ArrayBatches):
@@ -245,7 +246,7 @@ def as_taken(task: Task, manifest: Manifest) -> Task:
 
 
 def types_of(graphs: Graphs) -> Taken:
-    """Return the types of inputs and targets that a federation's training step takes."""
+    """Return the input and target types of a federation's training step."""
     import onnx
 
     described = {each.name: each.type.tensor_type for each in onnx.load_model_from_string(graphs.step).graph.input}
@@ -259,7 +260,7 @@ def types_of(graphs: Graphs) -> Taken:
 
 
 def take_values(model: nn.Module, manifest: Manifest, values: Tensors) -> None:
-    """Give a model values of the federation's, and have it train what the manifest says, and no more."""
+    """Load the federation's values into a model, and make exactly the manifest's trainable tensors trainable."""
     from ..training.local import set_tensors
 
     set_tensors(model, values)
@@ -269,7 +270,7 @@ def take_values(model: nn.Module, manifest: Manifest, values: Tensors) -> None:
 
 
 def check_model(model: nn.Module, manifest: Manifest) -> None:
-    """Raise ManifestError, naming the tensor, unless the task's model is the federation's."""
+    """Raise ManifestError, naming the tensor, unless the task's model matches the federation's."""
     state = model.state_dict(keep_vars=True)
     untied = [alias for alias, name in manifest.aliases.items() if state.get(alias) is not state.get(name)]
     if untied:

@@ -1,11 +1,10 @@
 """The policy that decides when this device may train; ``edge_sdk.device.watchdog`` enforces it.
 
-A policy is a handful of limits, each of which may be left out. A limit has two sides, so that a device at the brink
-does not flicker: work begins at ``battery_start`` and goes on down to ``battery_stop``; it pauses at ``pause_celsius``
-and resumes at ``resume_celsius``.
+All limits are optional. Limits come in pairs, so that a device does not alternate: work begins at ``battery_start`` and
+continues down to ``battery_stop``; it pauses at ``pause_celsius`` and resumes at ``resume_celsius``.
 
-The defaults for phones follow Google's production system (Bonawitz et al., arXiv:1902.01046: idle, charging,
-unmetered); the numbers are this project's own choice.
+The defaults for phones follow Bonawitz et al., arXiv:1902.01046 (idle, charging, unmetered); the numbers are this
+project's choice.
 """
 
 from __future__ import annotations
@@ -33,22 +32,20 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# The board whose firmware throttles from 60 °C.
 WARM_BOARD = "raspberry-pi-3-plus"
-"""Its firmware slows it down from 60 °C on."""
 
 
 class Policy(BaseModel):
-    """Limits within which a device works; one that is left out is not asked for."""
+    """Limits within which a device works; the default is no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    on_mains: bool = Field(default=False, description="Work only on external power; unknown refuses")
+    on_mains: bool = Field(default=False, description="Work only on external power, not if it is unknown")
     battery_instead: float | None = Field(
-        default=None, ge=0, le=100, description="Battery level that stands in for external power, %"
+        default=None, ge=0, le=100, description="Battery level accepted instead of external power, %"
     )
-    battery_start: float | None = Field(
-        default=None, ge=0, le=100, description="Battery level from which work begins, %"
-    )
+    battery_start: float | None = Field(default=None, ge=0, le=100, description="Battery level at which work begins, %")
     battery_stop: float | None = Field(default=None, ge=0, le=100, description="Battery level below which it pauses, %")
     battery_pause_celsius: float | None = Field(
         default=None, ge=-50, le=150, description="Battery temperature at which work pauses, °C"
@@ -63,28 +60,23 @@ class Policy(BaseModel):
         default=None, ge=-50, le=150, description="Temperature at which it resumes, °C"
     )
     not_throttled: bool = Field(default=False, description="Pause while the chip is throttled")
-    not_under_voltage: bool = Field(
-        default=False,
-        description="Hand work back while the supply's voltage is too low",
-    )
+    not_under_voltage: bool = Field(default=False, description="Return work while the supply voltage is too low")
     unmetered: bool = Field(default=False, description="Work only on networks that are not metered")
-    unknown_is_metered: bool = Field(default=False, description="Whether a network that does not say counts as metered")
+    unknown_is_metered: bool = Field(default=False, description="Treat a network of unknown kind as metered")
     load_by_others: float | None = Field(
         default=None, gt=0, le=1, description="Share of all cores that other programs may use"
     )
     free_memory_mib: float | None = Field(
-        default=None, ge=0, description="Memory to be left free, MiB; unknown refuses"
+        default=None, ge=0, description="Memory to leave free, MiB; no work if it is unknown"
     )
-    free_storage_mib: float | None = Field(default=None, ge=0, description="Storage to be left free, MiB")
+    free_storage_mib: float | None = Field(default=None, ge=0, description="Storage to leave free, MiB")
     hours: str | None = Field(
-        default=None, description="Local time of day in which to work, 22:00-07:00; ignored while the clock is not set"
+        default=None, description="Local working hours, such as 22:00-07:00; ignored while the clock is not set"
     )
-    joules_per_day: float | None = Field(default=None, gt=0, description="Energy to be spent in a day, J")
-    hours_per_day: float | None = Field(default=None, gt=0, le=24, description="Time to be spent at work in a day, h")
-    duty: float = Field(default=1.0, gt=0, le=1, description="Share of the time that work computes, resting in between")
-    blind_duty: float = Field(
-        default=1.0, gt=0, le=1, description="The same where the chip's temperature cannot be read"
-    )
+    joules_per_day: float | None = Field(default=None, gt=0, description="Most energy per day, J")
+    hours_per_day: float | None = Field(default=None, gt=0, le=24, description="Most working time per day, h")
+    duty: float = Field(default=1.0, gt=0, le=1, description="Share of the time spent computing, with rests between")
+    blind_duty: float = Field(default=1.0, gt=0, le=1, description="The same if the chip's temperature cannot be read")
 
     @field_validator("hours")
     @classmethod
@@ -100,18 +92,18 @@ class Policy(BaseModel):
             ("battery_resume_celsius", "battery_pause_celsius"),
             ("resume_celsius", "pause_celsius"),
         ):
-            low, high = getattr(self, lower), getattr(self, upper)
+            low = getattr(self, lower)
+            high = getattr(self, upper)
             if low is not None and high is not None and low > high:
                 raise ValueError(f"{lower} is {low:g}, above {upper}, {high:g}; give it the lower value")
         return self
 
     @classmethod
     def for_board(cls, kind: str, *, board: str = "", memory_bytes: int = 0, has_battery: bool = False) -> Policy:
-        """Return the defaults for a kind of device: phone, laptop, raspberry-pi, jetson, or linux.
+        """Return the defaults for a kind of device: phone, laptop, raspberry-pi, jetson or linux.
 
-        board: its name, for the one board that throttles earlier than its kin. memory_bytes: of the machine.
-        has_battery: whether it can run without external power. A Linux machine of no known kind, on mains, is left to
-        its owner: nothing is asked.
+        board: name, for a board that throttles early. has_battery: whether it can run without external power. Other
+        Linux machines on mains have no limits.
         """
         memory = memory_bytes / MIB
         if kind == "phone":
@@ -169,8 +161,7 @@ class Policy(BaseModel):
         return small if kind in ("raspberry-pi", "jetson") else cls()
 
     def changed(self, changes: Mapping[str, object]) -> Policy:
-        """Return this policy with some limits replaced, as text or values; ``none`` takes one away.
-        Raises BadArgument."""
+        """Return this policy with limits replaced by texts or values; ``none`` removes one. Raises BadArgument."""
         given = {key: None if value in ("none", "") else value for key, value in changes.items()}
         cleared = {key for key, value in given.items() if value is None}
         kept = {key: value for key, value in self.model_dump().items() if key not in cleared}
@@ -178,7 +169,7 @@ class Policy(BaseModel):
         return _checked({**kept, **dict.fromkeys(unknown), **{k: v for k, v in given.items() if v is not None}})
 
     def within_hours(self, now: datetime) -> bool:
-        """Return whether ``now``, local time, lies in the part of the day that is for work."""
+        """Return whether ``now``, local time, is within the working hours."""
         if self.hours is None:
             return True
         begin, end = _window(self.hours)
@@ -187,7 +178,7 @@ class Policy(BaseModel):
 
     @property
     def asks(self) -> bool:
-        """True if it has any limit."""
+        """Whether it has any limit."""
         return self != Policy()
 
 
@@ -204,14 +195,14 @@ def policy_here(system: System) -> Policy:
 
 
 def read_policy(path: Path) -> Policy:
-    """Return the policy in a TOML file: ``KEY = VALUE`` lines, none of them required. Raises BadArgument."""
+    """Read a policy from a TOML file of ``KEY = VALUE`` lines. Raises BadArgument."""
     try:
         found = tomllib.loads(path.read_text())
     except OSError as error:
         raise BadArgument(f"{path}: {error.strerror}; give --policy a TOML file, auto or none") from None
     except ValueError as error:
         raise BadArgument(
-            f"{path}: {error}; write a policy as KEY = VALUE lines; sparrow join --help-settings lists them"
+            f"{path}: {error}; write KEY = VALUE lines; sparrow join --help-settings lists the keys"
         ) from None
     return _checked(found)
 
@@ -220,17 +211,16 @@ def _checked(values: Mapping[str, object]) -> Policy:
     try:
         return Policy.model_validate(values)
     except ValidationError as error:
-        where, text = faults(error, Policy.model_fields)[0]
-        known = "" if where in Policy.model_fields or not where else f"; there are {', '.join(Policy.model_fields)}"
-        raise BadArgument(f"policy: {where + ': ' if where else ''}{text}{known}") from None
+        key, text = faults(error, Policy.model_fields)[0]
+        known = "" if key in Policy.model_fields or not key else f"; there are {', '.join(Policy.model_fields)}"
+        raise BadArgument(f"policy: {key + ': ' if key else ''}{text}{known}") from None
 
 
 def _window(text: str) -> tuple[int, int]:
-    """Minutes of the day from which and to which: of ``22:00-07:00``."""
     match = re.fullmatch(r"\s*(\d{1,2}):(\d{2})\s*-\s*(\d{1,2}):(\d{2})\s*", text)
     if match is None:
-        raise ValueError(f"{text!r} is not a part of a day; give 22:00-07:00")
+        raise ValueError(f"{text!r} is not a time of day; give hours such as 22:00-07:00")
     hours, minutes, to_hours, to_minutes = map(int, match.groups())
     if max(hours, to_hours) > 24 or max(minutes, to_minutes) > 59:
-        raise ValueError(f"{text!r} is not a part of a day; give 22:00-07:00")
+        raise ValueError(f"{text!r} is not a time of day; give hours such as 22:00-07:00")
     return 60 * hours + minutes, 60 * to_hours + to_minutes

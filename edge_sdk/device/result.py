@@ -1,4 +1,4 @@
-"""The record of a device's work in a federation, for programs and, as text, for people."""
+"""The record of a device's work in a federation, and its texts."""
 
 from __future__ import annotations
 
@@ -20,19 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """The record of a device's work in a federation. Accuracies are on its held-out data, None where there are none.
+    """The record of a device's work in a federation. Accuracies are on held-out data, None if unknown.
 
-    ``best_round``: the round whose personal model is kept and exported, the best on validation data, with
-    ``global_share`` of the global model mixed into it; None where it is the last one. ``taken``: which of its
-    candidates it is, where all devices chose together (``protocol.evidence``); else "". ``adapted``: it came after the
-    end, and its personal model is the global one, fine-tuned on its data. ``training`` and ``evaluation`` are what each
-    cost; ``everything`` counts the bodies of all calls, these included. ``budget`` is the last one, ``choice`` how the
-    device came to it; None where it was given. ``engine`` trained. ``metrics`` are the task's, of the model that is
-    kept. ``warnings`` say what its user should know of the personal model. ``interrupted``: its program has stopped it
-    before the federation was over, and a further call goes on from here; ``engine`` is empty, and nothing is judged or
-    exported, where that was before the coordinator had answered. ``failures``: rounds in which training failed, and
-    ``failure`` why in the last of them. ``local_epsilon``: of all updates sent so far, at a delta of 1e-5
-    (``device.local_noise``); None without local noise.
+    best_round: round of the kept personal model, the best on validation data; None: the last one. global_share: of the
+    global model in it. taken: the candidate that all devices chose together (``protocol.evidence``), or "". adapted:
+    the device joined after the end and fine-tuned the global model. training, evaluation: their costs. everything:
+    bytes of all calls. choice: reasons for the budget; None if given. metrics: the task's, of the kept model. warnings:
+    about the personal model. interrupted: stopped by its program; another call resumes (``engine`` is empty if it was
+    stopped before the coordinator answered). failures: failed rounds; failure: the last reason. local_epsilon: of all
+    sent updates (``device.local_noise``); None without local noise.
     """
 
     name: str
@@ -61,14 +57,14 @@ class Result:
 
     @property
     def trained_nothing(self) -> bool:
-        """True if this device was given rounds and training failed in all of them."""
+        """Whether training failed in all of this device's rounds."""
         return self.failures > 0 and not self.rounds
 
 
 def result_of(
     session: Session, name: str, exported: Export | None, interrupted: bool, noise: LocalNoise | None
 ) -> Result:
-    """Return the record of a device's work, its model judged on held-out data."""
+    """Evaluate the kept model on held-out data, and return the record."""
     best = session.best
     judged = session.evaluate(best) if best is not None else None
     return replace(
@@ -85,7 +81,7 @@ def result_of(
 
 
 def result_before(progress: Progress, name: str, budget: float, noise: LocalNoise | None) -> Result:
-    """Return the result of a device that was stopped before the coordinator had answered."""
+    """Return the result of a device that was stopped before the coordinator answered."""
     return Result(
         name=name,
         rounds=progress.rounds,
@@ -111,11 +107,11 @@ def result_before(progress: Progress, name: str, budget: float, noise: LocalNois
 
 
 def _warnings(progress: Progress, *, tuned: bool = False) -> Iterator[str]:
-    """Yield warnings about the personal model, judged on validation data. tuned: it is trained once more at the end."""
+    """Yield warnings about the personal model. tuned: it is fine-tuned at the end."""
     if progress.failures and not progress.rounds:
         yield (
-            f"warning: this device has trained nothing: {failed(progress.failures)}, the last so: {progress.failure}. "
-            f"Its model is the global one, {'fine-tuned on its data' if tuned else 'as received'}"
+            f"warning: this device has trained nothing: {failed(progress.failures)}; the last error: "
+            f"{progress.failure}. Its model is the global one, {'fine-tuned on its data' if tuned else 'as received'}"
         )
     yield from _of_new_data(progress)
     if progress.best is None:
@@ -127,7 +123,8 @@ def _warnings(progress: Progress, *, tuned: bool = False) -> Iterator[str]:
             f"({_judged(found)}, {_judged(progress.validation_before)} before, on validation data); give this "
             f"device more data, or the federation more rounds or another learning_rate"
         )
-    if progress.best.taken:  # with all devices' samples, which tell more than these
+    # The samples of all devices chose it, which say more than this device's.
+    if progress.best.taken:
         return
     if progress.validation_global is not None and _worse(found, progress.validation_global):
         yield (
@@ -138,7 +135,7 @@ def _warnings(progress: Progress, *, tuned: bool = False) -> Iterator[str]:
 
 
 def _of_new_data(progress: Progress) -> Iterator[str]:
-    """Yield a warning if the model that was the best is worse on the validation data that came since."""
+    """Yield a warning if the best model is worse on new validation data."""
     new = progress.new_data
     if new is None or (new.after is not None and not _worse(new.after, new.before)):
         return
@@ -147,20 +144,19 @@ def _of_new_data(progress: Progress) -> Iterator[str]:
     if best is not None and best.round != new.round:
         use = f"the model of round {best.round} is used now ({_judged(best.validation)})"
     else:
-        use = "no better one is known; let the federation train for more rounds with the new data"
+        use = "no better model is known; let the federation train for more rounds with the new data"
     yield (
-        f"warning: the validation data changed: the model of round {new.round} had {_judged(new.before)} on those "
-        f"before, and has {now} on these; {use}"
+        f"warning: the validation data changed: the model of round {new.round} had {_judged(new.before)} on the old "
+        f"data, and has {now} on the new; {use}"
     )
 
 
 def failed(rounds: int) -> str:
-    """Return how many rounds have failed, in words."""
-    return "its one round failed" if rounds == 1 else f"all of its {rounds} rounds failed"
+    """Return a text with the number of failed rounds."""
+    return "its only round failed" if rounds == 1 else f"all of its {rounds} rounds failed"
 
 
 def _worse(found: Evaluation, than: Evaluation) -> bool:
-    """Return whether a model is worse than another in its loss, and no better in its accuracy."""
     return than.loss < found.loss and (than.accuracy or 0.0) >= (found.accuracy or 0.0)
 
 
@@ -169,26 +165,25 @@ def _judged(found: Evaluation) -> str:
     return loss if found.accuracy is None else f"accuracy {found.accuracy:.1%}, {loss}"
 
 
+# Candidate -> description.
 TAKEN = {
-    "global": "the federation's, as it is",
-    "personal": "its own, of its last round",
-    "mixture": "half its own, half the federation's",
-    "finished": "half its own, half the federation's, trained once more",
-    "alone": "the one that it has trained alone",
+    "global": "the global model",
+    "personal": "the personal model of the last round",
+    "mixture": "a mixture, half personal, half global",
+    "finished": "a mixture, half personal, half global, trained once more",
+    "alone": "a model trained only on its own data",
 }
-"""Candidate -> words for it."""
 
 
 def _kept(result: Result) -> str:
-    """Return which model a device keeps, behind a comma; nothing where there is but one."""
     if result.taken:
-        return f", keeps of its models {TAKEN.get(result.taken, result.taken)}: all devices chose together"
+        return f", keeps {TAKEN.get(result.taken, result.taken)}, chosen by all devices together"
     share = f" with {result.global_share:.0%} of the global model in it" if result.global_share else ""
     return f", best in round {result.best_round}{share}" if result.best_round and not result.adapted else share
 
 
 def report(result: Result, energy: str) -> str:
-    """Return a device's result as text for a person."""
+    """Return the result as text."""
     lines = [
         f"{result.name}: {result.rounds} rounds, {result.steps} local steps"
         + (f", stopped early in round {result.stopped_round}" if result.stopped_round else "")
@@ -227,10 +222,11 @@ def _noise_lines(result: Result) -> list[str]:
 
 
 def _accuracy_lines(result: Result) -> list[str]:
-    """Return the line of the accuracies; none for a regression, whose metrics say more."""
+    # A regression has metrics instead.
     if result.accuracy_after is None and result.metrics:
         return []
-    before, after = _percent(result.accuracy_before), _percent(result.accuracy_after)
+    before = _percent(result.accuracy_before)
+    after = _percent(result.accuracy_after)
     return [f"  accuracy, held-out data    {before} before, {after} after"]
 
 
@@ -239,14 +235,14 @@ def _percent(share: float | None) -> str:
 
 
 def _points(result: Result) -> float:
-    """Percentage points of accuracy that training has won."""
+    """Return the gain in accuracy, in percentage points."""
     if result.accuracy_before is None or result.accuracy_after is None:
         return 0.0
     return 100 * (result.accuracy_after - result.accuracy_before)
 
 
 def _joules_per(totals: Totals, count: float) -> str:
-    """Return joules of each kind by ``count``; what was measured and what was estimated stay apart."""
+    """Return measured and estimated joules, each divided by ``count``."""
     kinds = (("measured", totals.joules_measured), ("estimated", totals.joules_estimated))
     known = [f"{joules / count:.2f} J {kind}" for kind, joules in kinds if joules and count > 0]
     return ", ".join(known) or "unknown"
@@ -277,7 +273,7 @@ def _cost(totals: Totals) -> str:
 
 
 def as_json(result: Result, energy: str) -> str:
-    """Return a device's result as JSON: seconds, bytes, joules, and shares of samples."""
+    """Return the result as JSON: seconds, bytes, joules, and shares of samples."""
     totals = {name: getattr(result, name).model_dump() for name in ("training", "evaluation", "everything")}
     more = {"trained_nothing": result.trained_nothing, "energy_source": energy}
     return json.dumps({**asdict(result), **totals, **more}, default=str)

@@ -1,7 +1,6 @@
-"""Updates in int8: what a device sends is rounded, and what rounding takes is sent with its next update.
+"""Updates in int8 with error feedback: the rounding residual is added to the next update.
 
-What is owed is of updates that counted: the state folder keeps what was owed before, until the coordinator has
-acknowledged the update.
+The state folder keeps the previous residual until the coordinator has acknowledged the update.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from ..methods.merging import sent_values
 
 
 def round_update(job: Job, update: Update, feedback: Tensors) -> tuple[Quantised, Tensors]:
-    """Return an update as whole numbers, and what rounding takes from it, to be added to the next (``quantization``).
+    """Return a quantised update and its rounding residual (``quantization``).
 
-    feedback: what it took before; name -> float32, nothing where there was none.
+    feedback: the previous residual, name -> float32; may be empty.
     """
-    manifest, mask = job.manifest, update.mask
+    manifest = job.manifest
+    mask = update.mask
     base = sent_values(manifest, job.received, mask) if update.base is None else pack(manifest, update.base, mask)
     change = np.asarray(update.values, dtype=np.float32) - base
     if feedback:
@@ -31,7 +31,7 @@ def round_update(job: Job, update: Update, feedback: Tensors) -> tuple[Quantised
     lengths = row_lengths(manifest, mask)
     numbers = quantise(change, lengths, job.seed("quantise"))
     _stay_positive_in_place(job.manifest, update, base, numbers, lengths)
-    # What neurons or blocks of other rounds are owed stays; an element that no longer exists is owed nothing.
+    # Keep residuals of neurons or blocks that this round does not send; removed elements have none.
     keeps = isinstance(mask, NeuronMask | BlockMask) and feedback
     left = {
         spec.name: np.array(feedback[spec.name]) if keeps else np.zeros(spec.shape, np.float32)
@@ -44,10 +44,10 @@ def round_update(job: Job, update: Update, feedback: Tensors) -> tuple[Quantised
 def _stay_positive_in_place(
     manifest: Manifest, update: Update, base: Array, numbers: Quantised, lengths: NDArray[np.intp]
 ) -> None:
-    """Round up what rounding would make negative in buffers that hold nothing negative, as running variances do: those
-    of channels that are hardly used are smaller than a vector's rounding, and have no square root below zero."""
+    """Round up where a non-negative buffer would become negative, such as small running variances."""
     scales = np.repeat(np.where(numbers.scales > 0, numbers.scales, np.float32(1)), lengths)
-    new, start = np.asarray(update.values), 0
+    new = np.asarray(update.values)
+    start = 0
     for spec, block, old in unpack(manifest, base, update.mask):
         part = slice(start, start + block.size)
         start += block.size

@@ -1,9 +1,9 @@
-"""A device's part in secure rounds: what it keeps of them on disk, and its answers to their phases.
+"""A device's part in secure rounds: its secrets on disk, and its answers to the phases.
 
-    secure.json   the secrets of the round that is going on, readable by its owner alone
-    peers.json    the identity keys of devices that it has met, by name: one that changes is refused
+    secure.json   secrets of the current round, readable only by the owner
+    peers.json    identity keys of known devices, by name; a changed key is refused
 
-Both are written before an answer is sent, so that a device that is killed gives the same answer again.
+Both are written before an answer is sent, so that a device repeats the same answer after a crash.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from .demands import SecureOnly
 from .state import StateFolder
 from .trust import Trust
 
-SECRETS, PEERS = "secure.json", "peers.json"
+SECRETS = "secure.json"
+PEERS = "peers.json"
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """A masked update: its values' words, those after them (``secure.fine``), what the device was told, signed, and how
-    many values were clipped."""
+    """A masked update. extras: words after the values (``secure.fine``); statement: the round's facts, signed by the
+    device; clipped: number of clipped values."""
 
     values: Words
     extras: Words
@@ -53,10 +54,7 @@ class Hidden:
 
 
 class SecureRound:
-    """The secure rounds of one device.
-
-    identity: its private identity key, 32 bytes. demands: its owner's. trust: its rules for the federation.
-    """
+    """The secure rounds of one device. identity: its private key, 32 bytes."""
 
     def __init__(
         self, folder: StateFolder, name: str, identity: bytes, demands: SecureOnly | None, trust: Trust
@@ -68,7 +66,7 @@ class SecureRound:
         self._trust = trust
 
     def answer(self, assignment: Assignment) -> bytes:
-        """Return the answer to a phase, JSON. Raises BadSecret for what would give this device's update away."""
+        """Return the JSON answer to a phase. Raises BadSecret for a request that would reveal this device's update."""
         work = told(assignment)
         match assignment.kind:
             case Kind.keys:
@@ -86,24 +84,28 @@ class SecureRound:
         raise ProtocolError(f"a secure round has no phase {assignment.kind.value}; update this SDK")
 
     def mask(self, job: Job, update: Update, metrics: Mapping[str, float | None] | None) -> Hidden:
-        """Return an update as its difference from what was received, and metrics if there are any to tell, rounded and
-        hidden. Raises BadSecret."""
-        work, settings = told(job.assignment), job.assignment.settings
+        """Return the rounded and masked difference of an update from the received model, and of metrics if any.
+
+        Raises BadSecret.
+        """
+        work = told(job.assignment)
+        settings = job.assignment.settings
         kept = self._kept(work)
         if kept.work is None:
-            raise BadSecret("the coordinator asks for an update before shares were told")
+            raise BadSecret("the coordinator asks for an update before shares were exchanged")
         check_alone(job, update)
         scale = Scale(work.bits, len(kept.work.cell), work.value_range, work.largest_weight)
         own = min(float(count_examples(job.task.train)), work.largest_weight)
         if work.weight != own:
             raise BadSecret(
-                f"the coordinator gives this update a weight of {work.weight:g}, its samples are {own:g}",
+                f"the coordinator gives this update a weight of {work.weight:g}, instead of {own:g} for its samples",
                 failure=Failure("secure-refused/weight"),
             )
         base = np.ascontiguousarray(sent_values(job.manifest, job.received, update.mask), "<f4")
         change = _clipped(np.asarray(update.values, np.float32) - base, settings, scale)
         places = statistics(job.manifest, update.mask)
-        moved, change[places] = change[places].astype(np.float64), 0.0
+        moved = change[places].astype(np.float64)
+        change[places] = 0.0
         chance = np.random.Generator(np.random.PCG64(job.seed("secure")))
         words, clipped = scale.round(change, work.weight, chance)
         extras, beyond = hide_extras(moved, base[places], metrics, scale, work.weight, chance)
@@ -114,11 +116,11 @@ class SecureRound:
         return Hidden(masked[:count], masked[count:], device.state(kept, self._identity), clipped + beyond)
 
     def check_round(self, job: Job) -> None:
-        """Raise BadSecret unless the model, settings and plan of a round are those that its devices have signed."""
+        """Raise BadSecret unless a round's model, settings and plan are those that its devices signed."""
         received = job.received
         if received is None or not is_whole(job.manifest, received):
             raise BadSecret(
-                "the coordinator sends a part of the model; a secure round begins from all of it",
+                "the coordinator sends only a part of the model; a secure round needs all of it",
                 failure=Failure("secure-refused/model"),
             )
         assignment = job.assignment
@@ -126,14 +128,15 @@ class SecureRound:
         found = round_digest(job.manifest, model, assignment.settings, assignment.plan, assignment.round)
         if found != digest_in(self._kept(told(assignment)).context):
             raise BadSecret(
-                "the model, settings or plan of this round are not those that its devices have signed; nothing is "
-                "trained",
+                "the model, settings or plan of this round differ from those that its devices signed; this device does "
+                "not train",
                 failure=Failure("secure-refused/model"),
             )
 
     def _keys(self, work: SecureWork) -> bytes:
         kept = self._read()
-        if kept is not None and kept.context == work.context:  # killed before the answer was acknowledged
+        # Repeat the answer after a crash.
+        if kept is not None and kept.context == work.context:
             return device.public_keys(kept, self._identity).model_dump_json().encode()
         kept, keys = device.begin(work.context, self._identity)
         self._keep(kept)
@@ -143,7 +146,7 @@ class SecureRound:
         fault = self._demands.fault(work, self._name)
         if fault is not None:
             raise BadSecret(
-                f"{fault}; no shares are told, and no update is sent", failure=Failure("secure-refused/demands")
+                f"{fault}; this device sends neither shares nor an update", failure=Failure("secure-refused/demands")
             )
         self._trust.check_cohort(len(work.cohort))
         own = {self._name: pads.public_identity(self._identity).hex()}
@@ -159,7 +162,7 @@ class SecureRound:
         kept = self._read()
         if kept is None or kept.context != work.context:
             raise BadSecret(
-                "this device has no keys of this round: it lost its state, or was not asked for any",
+                "this device has no keys for this round: it lost its state, or was not asked for keys",
                 failure=Failure("secure-refused/state"),
             )
         return kept
@@ -173,8 +176,10 @@ class SecureRound:
 
 
 def _clipped(change: NDArray[np.float32], settings: FederationSettings, scale: Scale) -> NDArray[np.float32]:
-    """Return a change cut to ``update_clip`` (2-norm). Where differential privacy is promised (docs/privacy.md), it is
-    that long at most once it has been rounded. Raises BadSecret where rounding leaves nothing of it."""
+    """Return the change clipped to ``update_clip`` (2-norm); with differential privacy, the bound holds after rounding.
+
+    Raises BadSecret if rounding alone exceeds the bound.
+    """
     longest = settings.update_clip
     if longest is None:
         return change
@@ -190,15 +195,16 @@ def _clipped(change: NDArray[np.float32], settings: FederationSettings, scale: S
 
 
 def check_alone(job: Job, update: Update) -> None:
-    """Raise BadSecret for an update that brings more than values, or whose mask says something of the data."""
+    """Raise BadSecret for an update with more than values, or with a mask that depends on the data."""
     if update.parts:
         raise BadSecret(
-            f"the coordinator asks for {', '.join(update.parts)} beside masked values; nothing is sent",
+            f"the coordinator asks for {', '.join(update.parts)} in addition to masked values; this device sends no "
+            f"update",
             failure=Failure("secure-refused/parts"),
         )
     if not _follows(job, update):
         raise BadSecret(
-            "the mask of this update is this device's own choice, which would be sent in clear",
+            "this device chose the mask of its update itself, and the mask would be sent unencrypted",
             failure=Failure("secure-refused/parts"),
         )
 
@@ -211,7 +217,7 @@ def _follows(job: Job, update: Update) -> bool:
     if isinstance(mask, ElementMask):
         return job.received is not None and same_mask(mask, job.received.mask)
     if isinstance(mask, BlockMask):
-        # All blocks, or those parts alone that have no blocks.
+        # All blocks, or only the tensors without blocks.
         return bool(mask.on.all()) or not mask.on.any()
     work = job.assignment.work
     if work is None:
@@ -223,7 +229,7 @@ def _follows(job: Job, update: Update) -> bool:
 
 
 def told(assignment: Assignment) -> SecureWork:
-    """Return what a device is told of a secure round. Raises ProtocolError where that is nothing."""
+    """Return an assignment's secure round. Raises ProtocolError if it has none."""
     if assignment.secure is None:
-        raise ProtocolError("the assignment says nothing of its secure round; update the coordinator")
+        raise ProtocolError("the assignment does not describe its secure round; update the coordinator")
     return assignment.secure

@@ -1,27 +1,24 @@
-"""The state that a device keeps on disk between rounds, so that it survives a crash at any point.
+"""A device's state on disk, which survives a crash at any point.
 
     state/
-      identity.json       federation, name, enrolment key, device id, token; readable by its owner alone
-      model.safetensors   the personal model by name, and beside it, as JSON, ``Progress`` as of when it was saved; also
-                          the method's own arrays, and what rounding took from updates (``quantization``)
-      best.safetensors    the personal model to use, the best on validation data: a second link to the file above as it
-                          was after a round, or a file with a mixture of the personal and the finished global model
-      progress.json       the ``Progress`` since then, where it went on and the model stayed
-      outbox.bundle       the update being sent, until it is acknowledged
-      owed.safetensors    what rounding had taken before that update, should it not count
-      federation.json     the federation's settings, this device's name and budget, as of its last start
+      identity.json       federation, name, enrolment key, device id, token; readable only by the owner
+      model.safetensors   personal model by name, with its ``Progress`` as JSON, the method's arrays, and the rounding
+                          residual (``quantization``)
+      best.safetensors    best personal model on validation data: a link to an earlier model.safetensors, or a mixture
+      progress.json       later ``Progress``, if it changed without the model
+      outbox.bundle       the update to send, until it is acknowledged
+      owed.safetensors    rounding residual before that update, in case it is not accepted
+      federation.json     the federation's settings, this device's name and budget, at its last start
       manifest.json  skeleton.onnx  step.onnx  evaluation.onnx  frozen.values
       first.values  mask.bits
       lock
 
-Model, progress, outbox and identity are compared with their digests before they are used, masks and the caches, too:
-what was damaged on the disk is neither trained from nor sent. Of the first four that ends the device with a line that
-says what to move away; the others are fetched or chosen again.
+All files are checked against digests before use. A damaged model, progress, outbox or identity stops the device with
+advice; other files are downloaded or made again.
 
-Every file is written under another name, flushed and renamed, so it is always whole. The personal model and the
-progress that belongs to it share one file, because a new model with an old counter would train a round twice; later
-progress has a file of its own, which names the save that it belongs to. The outbox is written before them and counts
-only once they name it: killed in between, the device trains the round again, from the same model, to the same update.
+Files are replaced atomically. Model and progress share a file, because a new model with an old counter would train a
+round twice; progress.json names the save it belongs to. The outbox is written first and counts when the progress names
+it; after a crash in between, the device repeats the round with the same result.
 """
 
 from __future__ import annotations
@@ -48,29 +45,31 @@ from sparrow.protocol.messages import Evaluation, Kind, Moved, Phase, UploadCost
 from ..errors import StateError
 from . import difference
 
-OUTBOX, OWED = "outbox.bundle", "owed.safetensors"
+OUTBOX = "outbox.bundle"
+OWED = "owed.safetensors"
 
+# Suffix of incomplete files.
 PARTIAL = ".partial"
-"""The end of the name of a file that is not whole yet."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A model that others are stored as differences from, and what tells it from another."""
+    """A model from which others are stored as differences."""
 
     tensors: Tensors
     digest: str
 
     @classmethod
     def of(cls, tensors: Tensors) -> Reference:
-        """Return the reference of these tensors."""
+        """Make a reference from tensors."""
         return cls(tensors, hashlib.sha256(checkpoint.save(tensors)).hexdigest())
 
 
 class Identity(BaseModel):
-    """The identity of this device at its coordinator. ``identity_key`` is the private one of secure rounds.
-    ``device_id`` and ``token`` come with enrolment; ``previous`` is the token of before, as long as it is not known
-    whether the coordinator takes the new one.
+    """The identity of this device at its coordinator.
+
+    identity_key: private key of secure rounds. device_id, token: from enrolment. previous: the old token, until the
+    coordinator has accepted the new one.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -96,8 +95,7 @@ class Pending(BaseModel):
 
 
 class Totals(BaseModel):
-    """The costs of a device so far. Measured and estimated joules stay apart; of throttling and heat the sum and the
-    peak of what was seen, None where nothing was."""
+    """Accumulated costs. throttled_seconds, celsius_peak: None if never measured."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -113,11 +111,11 @@ class Totals(BaseModel):
 
     @property
     def joules(self) -> float:
-        """Measured and estimated joules together, for a limit only."""
+        """Measured plus estimated joules; only for limits."""
         return self.joules_measured + self.joules_estimated
 
     def plus(self, phase: Phase) -> Totals:
-        """Return the totals after one more phase."""
+        """Add a phase."""
         joules = phase.joules or 0.0
         estimated = phase.quality == "estimated"
         return Totals(
@@ -134,15 +132,16 @@ class Totals(BaseModel):
 
 
 def _known(join: Callable[[float, float], float], one: float | None, other: float | None) -> float | None:
-    """Both joined, or the one that is there."""
     return join(one, other) if one is not None and other is not None else other if one is None else one
 
 
 class Best(BaseModel):
-    """The personal model that is the best so far: the round it is of, that model on validation data, the lowest loss
-    there of all models so far, the share of the global model that was mixed into it, which candidate it is if the fleet
-    helped to choose (``protocol.evidence``), the digest of the manifest whose graphs judged it, and that of the
-    validation data (``device.session.learning``)."""
+    """The best personal model so far.
+
+    validation: its evaluation. lowest_loss: of all models so far. global_share: of the global model in it. taken: the
+    candidate's name, if all devices chose together (``protocol.evidence``). manifest, data: digests of the manifest and
+    of the validation data with which it was evaluated.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -156,8 +155,7 @@ class Best(BaseModel):
 
 
 class NewData(BaseModel):
-    """The best model, of ``round``, on the validation data that it was chosen by, and on others that came since; None
-    if its loss there is not finite."""
+    """The best model, of ``round``, on old and new validation data; ``after`` is None if its loss is not finite."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -167,12 +165,11 @@ class NewData(BaseModel):
 
 
 class Progress(BaseModel):
-    """The progress of a device. ``memory`` is the method's own; ``training`` and ``evaluation`` are what each cost,
-    and ``everything`` counts all bodies, whatever they were for; ``model`` names the global model that the state lets
-    the method rebuild. ``validation_before`` is the model as first received, ``validation_global`` the global model as
-    last judged, both on validation data; None where that was not measured. ``failures`` are rounds in which training
-    failed, ``failure`` says why the last of them did. ``new_data``: the validation data changed. ``updates``: how many
-    were sent, by the multiplier of their local noise, 0 without any.
+    """The progress of a device.
+
+    updates: multiplier of local noise -> number of sent updates. failures: failed rounds; failure: the last reason.
+    new_data: set if the validation data changed. memory: the method's. model: digest of the global model that the
+    method can rebuild. validation_before: of the first received model; validation_global: of the last evaluated one.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -200,9 +197,10 @@ class Progress(BaseModel):
 
 
 class FolderLock:
-    """Holds a folder, made where it is missing, for this process; a context manager. Raises StateError.
+    """Lock a folder for this process, creating it if missing; a context manager. Raises StateError.
 
-    durable: flush the names of the folders that are made, so that a power cut takes none of them."""
+    durable: flush new folders to disk.
+    """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
         try:
@@ -220,7 +218,7 @@ class FolderLock:
             ) from None
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the lock."""
         self._file.close()
 
     def __enter__(self) -> FolderLock:
@@ -231,7 +229,7 @@ class FolderLock:
 
 
 def make_folder(path: Path, *, durable: bool) -> None:
-    """Make a folder and those around it, for its owner alone. durable: so that a power cut takes none of them."""
+    """Create a folder and its parents, readable only by the owner. durable: flush them to disk."""
     if path.is_dir():
         return
     make_folder(path.parent, durable=durable)
@@ -241,30 +239,29 @@ def make_folder(path: Path, *, durable: bool) -> None:
 
 
 def _close_to_others(path: Path) -> None:
-    """Take the rights of others from a folder of before that a device has used; a new one has none."""
+    # Folders of older versions were readable by other users.
     found = path.stat()
     if found.st_mode & 0o077 and found.st_uid == os.geteuid() and (path / "identity.json").exists():
         path.chmod(0o700)
 
 
 def default_root(server: str, federation: str) -> Path:
-    """Return the default folder of devices' state, under the user's state folder (XDG)."""
+    """Return the default folder for the state of a federation's devices."""
     address = urlsplit(server)
     place = re.sub(r"[^A-Za-z0-9.-]+", "_", address.netloc + address.path.rstrip("/"))
     return state_home() / place / federation
 
 
 def state_home() -> Path:
-    """Return the user's folder of state (XDG)."""
+    """Return Sparrow's folder in the user's state folder (XDG)."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "sparrow"
 
 
 class StateFolder:
-    """One device's state folder, held by one process at a time. Raises StateError when it cannot be used.
+    """One device's state folder, locked by one process. Raises StateError.
 
-    durable: flush every file to the disk, so that it survives a power cut and not only a killed process. reference: a
-    model that stays the same as long as the folder is used, and its digest; the personal one is stored as its
-    difference from it.
+    durable: flush files, to survive a power cut. reference: fixed model from which the personal one is stored as a
+    difference.
     """
 
     def __init__(self, path: Path, *, durable: bool = True, reference: Reference | None = None) -> None:
@@ -278,16 +275,16 @@ class StateFolder:
         self._lock = FolderLock(path, durable=durable)
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the lock."""
         self._lock.close()
 
     def known_identity(self) -> Identity | None:
-        """Return the identity of this device, or None in a new folder."""
+        """Return the stored identity; None in a new folder."""
         path = self.path / "identity.json"
         return _read_identity(path) if path.exists() else None
 
     def identity(self, federation: str, federation_uid: str, name: str) -> Identity:
-        """Return the identity of this device; in a new folder, make one with a fresh enrolment key."""
+        """Return the stored identity; in a new folder, create one with new keys."""
         identity = self.known_identity()
         if identity is None:
             identity = Identity(
@@ -306,62 +303,66 @@ class StateFolder:
             )
         if identity.federation_uid != federation_uid:
             raise StateError(
-                f"{self.path} belongs to another federation called {federation}: on another coordinator, or of before "
-                f"this one was set up anew; use another --state-dir, or move this one away to start afresh"
+                f"{self.path} belongs to another federation called {federation}: on another coordinator, or created "
+                f"before this one was reset; use another --state-dir, or move this one away to start again"
             )
         return identity
 
     def save_identity(self, identity: Identity) -> None:
-        """Keep who this device is."""
+        """Store the identity."""
         kept = {"sha256": personal.UNSIGNED, **identity.model_dump()}
         self._write("identity.json", personal.sign(json.dumps(kept, indent=1).encode()))
 
     def load(self, manifest: Manifest) -> tuple[Tensors | None, Progress]:
-        """Return the personal model, None before the first download, and the progress that belongs to it.
+        """Return the personal model (None before the first download) and its progress.
 
-        From then on ``own`` are the method's arrays beside it, by name, and ``feedback`` what rounding took from
-        updates: name -> float32; empty where there are none.
+        Sets ``own``, the method's arrays, and ``feedback``, the rounding residual: name -> float32.
         """
         saved = self._read(personal.MODEL)
-        digest, tensors = manifest.values_digest, None
+        digest = manifest.values_digest
+        tensors = None
         if saved is not None:
             digest = saved.file.manifest
-            self._saves, self.own, self.feedback = saved.file.save, saved.file.own, saved.file.feedback
+            self._saves = saved.file.save
+            self.own = saved.file.own
+            self.feedback = saved.file.feedback
             tensors = saved.model
         progress = self._progress(saved)
         self._check(manifest, digest, tensors)
+        # Repeated in case of a crash before it was done.
         if saved is not None and saved.file.best and progress.best == saved.progress.best:
-            self.keep_as_best()  # killed before this was done, it is done now
+            self.keep_as_best()
         return tensors, progress
 
     def forget_model(self) -> None:
-        """Remove the personal model and what belongs to it; keep what the device has spent so far."""
+        """Remove the personal model and its progress; keep the accumulated costs."""
         before = self.progress()
         spent = {name: getattr(before, name) for name in ("training", "evaluation", "everything", "updates")}
         kept = Progress().model_copy(update=spent)
         for name in (personal.BEST, personal.MODEL, OUTBOX, OWED, personal.OWN):
             (self.path / name).unlink(missing_ok=True)
         self._saves = 0
-        self.own, self.feedback = {}, {}
+        self.own = {}
+        self.feedback = {}
         self.save_progress(kept)
 
     def progress(self) -> Progress:
-        """Return the progress that is kept, whatever the federation's model is now. Raises StateError."""
+        """Return the stored progress, for any model. Raises StateError."""
         return self._progress(self._read(personal.MODEL))
 
     def _progress(self, saved: _Read | None) -> Progress:
-        path, saves = self.path / personal.PROGRESS, self._saves if saved is None else saved.file.save
+        path = self.path / personal.PROGRESS
+        saves = self._saves if saved is None else saved.file.save
         try:
             later = personal.read_progress(path.read_bytes(), saves) if path.exists() else None
             if later is not None:
                 return Progress.model_validate(later)
         except (ProtocolError, ValidationError, ValueError) as error:
-            raise _damaged(path, error, "go on from its last round") from None
+            raise _damaged(path, error, "resume from its last round") from None
         return Progress() if saved is None else saved.progress
 
     def best(self, manifest: Manifest) -> Tensors | None:
-        """Return the personal model that was the best on validation data, None where none was kept. Raises StateError
-        for a file that is damaged or of another model."""
+        """Return the best personal model, or None. Raises StateError for a damaged file or another model's."""
         saved = self._read(personal.BEST)
         if saved is None:
             return None
@@ -379,12 +380,12 @@ class StateFolder:
             if saved.reference is not None:
                 if saved.reference != self._reference_digest:
                     raise StateError(
-                        f"{self.path} holds a difference from a model that is not at hand: only the fleet that wrote "
-                        f"it can open it, beside its reference.safetensors"
+                        f"{self.path} holds a difference from a model that is missing: only the fleet that wrote it "
+                        f"can open it, together with its reference.safetensors"
                     )
                 tensors = difference.add(tensors, self._reference or {})
         except (ProtocolError, ValidationError, ValueError) as error:
-            raise _damaged(path, error, "start this device anew") from None
+            raise _damaged(path, error, "start this device again from the beginning") from None
         return _Read(saved, progress, tensors if saved.model else None)
 
     def _check(self, manifest: Manifest, digest: str, tensors: Tensors | None) -> None:
@@ -396,9 +397,9 @@ class StateFolder:
             manifest.check_tensors(tensors, what=f"the tensors in {self.path}")
 
     def keep_as_best(self) -> None:
-        """Keep the model as it is now under its other name: a second link to the file, or a copy on a file system
-        without links."""
-        model, best = self.path / personal.MODEL, self.path / personal.BEST
+        """Keep the current model as the best one, by a hard link or a copy."""
+        model = self.path / personal.MODEL
+        best = self.path / personal.BEST
         if best.exists() and best.samefile(model):
             return
         partial = best.with_name(best.name + ".partial")
@@ -422,27 +423,33 @@ class StateFolder:
         *,
         best: bool = False,
     ) -> None:
-        """Keep personal model, progress, the method's arrays and what rounding took, durably, in one step.
+        """Store model, progress, the method's arrays and the rounding residual in one step.
 
-        The last two stay as they were where None is given. best: the model is also kept as the best one.
+        own, feedback: None keeps the stored ones. best: also keep the model as the best one.
         """
-        own, feedback = self.own if own is None else own, self.feedback if feedback is None else feedback
+        own = self.own if own is None else own
+        feedback = self.feedback if feedback is None else feedback
         saved = self._saved(manifest, model, progress, self._saves + 1, best)
         self._write(personal.MODEL, personal.write(replace(saved, own=own, feedback=feedback)))
-        self._saves, self.own, self.feedback = self._saves + 1, own, feedback  # not before: the disk may be full
+        # Only now, because writing fails if the disk is full.
+        self._saves += 1
+        self.own = own
+        self.feedback = feedback
         if best:
             self.keep_as_best()
 
     def save_best(self, manifest: Manifest, model: Tensors, progress: Progress) -> None:
-        """Keep ``model`` as the best one, durably, beside the model that training goes on from."""
+        """Store ``model`` as the best one, apart from the model that training continues."""
         self._write(personal.BEST, personal.write(self._saved(manifest, model, progress, self._saves, best=True)))
 
     def _saved(
         self, manifest: Manifest, model: Tensors | None, progress: Progress, save: int, best: bool
     ) -> personal.Saved:
-        stored, reference = model or {}, None
+        stored = model or {}
+        reference = None
         if model is not None and self._reference is not None:
-            stored, reference = difference.subtract(model, self._reference), self._reference_digest
+            stored = difference.subtract(model, self._reference)
+            reference = self._reference_digest
         return personal.Saved(
             stored=stored,
             own={},
@@ -456,31 +463,30 @@ class StateFolder:
         )
 
     def save_progress(self, progress: Progress) -> None:
-        """Keep later progress, durably, beside the model that was saved last."""
+        """Store progress without changing the model."""
         self._write(personal.PROGRESS, personal.write_progress(self._saves, progress.model_dump(mode="json")))
 
     def put_outbox(self, assignment_id: str, kind: Kind, body: bytes) -> Pending:
-        """Lay an update out for sending; it counts once ``save`` has kept a progress that names it."""
+        """Store an update to send; it counts once stored progress names it."""
         self._write(OUTBOX, body)
         return Pending(assignment_id=assignment_id, kind=kind, sha256=hashlib.sha256(body).hexdigest())
 
     def outbox(self, pending: Pending) -> bytes:
-        """Return the update that ``pending`` names. Raises StateError when it is not there whole."""
+        """Return the update that ``pending`` names. Raises StateError if it is missing or damaged."""
         body = self.cached(OUTBOX) or b""
         if hashlib.sha256(body).hexdigest() != pending.sha256:
-            raise StateError(f"{self.path / OUTBOX} is not the update it should be; use another --state-dir")
+            raise StateError(f"{self.path / OUTBOX} is missing or damaged; use another --state-dir")
         return body
 
     def put_owed(self, pending: Pending) -> None:
-        """Keep what is owed now until the update that ``pending`` names has counted; before ``save`` keeps what is owed
-        after it."""
+        """Store the current rounding residual until the update ``pending`` is accepted; call before ``save``."""
         note = json.dumps({"sha256": personal.UNSIGNED, "update": pending.sha256})
         self._write(OWED, personal.sign(checkpoint.save(self.feedback, note)))
 
     def owed_before(self, pending: Pending) -> Tensors | None:
-        """Return what was owed before the update that ``pending`` names was made, None where it changes nothing.
+        """Return the rounding residual before the update ``pending``; None if the current one stays.
 
-        Where the file is damaged nothing is owed: what is not known must not be sent.
+        Empty if the file is damaged: an unknown residual must not be sent.
         """
         body = self.cached(OWED)
         if body is None:
@@ -494,17 +500,16 @@ class StateFolder:
         return tensors if kept["update"] == pending.sha256 else None
 
     def forget_owed(self) -> None:
-        """Forget what was owed before an update that has counted."""
+        """Remove the residual stored by ``put_owed``."""
         (self.path / OWED).unlink(missing_ok=True)
 
     def cached(self, name: str) -> bytes | None:
-        """Return a downloaded file kept beside the state, or None."""
+        """Return a file of the folder, or None."""
         path = self.path / name
         return path.read_bytes() if path.exists() else None
 
     def cache(self, name: str, data: bytes, *, durable: bool = True) -> None:
-        """Keep a downloaded file beside the state. durable: False for one that its reader compares with a digest, and
-        downloads again if the power was cut before it was on the disk."""
+        """Write a file of the folder. durable: False if its reader checks a digest and can download it again."""
         write_atomically(self.path / name, data, durable=durable and self._durable)
 
     def _write(self, name: str, data: bytes) -> None:
@@ -513,7 +518,7 @@ class StateFolder:
 
 @dataclass(frozen=True)
 class _Read:
-    """A model's file as read: its content, the progress in it, and the model, None where there is none in it."""
+    """A model's file, its progress and its model."""
 
     file: personal.Saved
     progress: Progress
@@ -530,16 +535,14 @@ def _read_identity(path: Path) -> Identity:
         identity = Identity.model_validate_json(body)
         personal.check_signed(body, json.loads(body).get("sha256"))
     except ValidationError as error:
-        raise StateError(f"{path} cannot be read ({error.error_count()} faults); use another --state-dir") from None
+        raise StateError(f"{path} cannot be read ({error.error_count()} errors); use another --state-dir") from None
     except ProtocolError as error:
         raise StateError(f"{path} is damaged ({error}); use another --state-dir") from None
     return identity
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write a file, for its owner alone, so that it is there whole or as it was before.
-
-    durable: flushed to the disk as well."""
+    """Replace a file atomically, readable only by the owner. durable: flush it to disk."""
     partial = path.with_name(path.name + PARTIAL)
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -554,7 +557,6 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def _flush_folder(path: Path) -> None:
-    """Flush to the disk which files the folder has."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,4 +1,4 @@
-"""Seconds, bytes, joules and heat of each phase of a round, with their provenance."""
+"""Seconds, bytes, joules and heat of each phase of a round, with their sources."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from sparrow.protocol.messages import Phase
 
 from .connection import Traffic
 
+# Phases that compute; others only transfer.
 COMPUTING = ("train", "evaluate", "adapt")
-"""Phases that compute; the others only transfer."""
 
+# Shortest interval between readings of temperature and throttling.
 SAMPLE_SECONDS = 2.0
-"""The shortest time between two looks at temperature and throttling."""
 
 
 class _Heat:
-    """The temperatures and throttling seen since it was made."""
+    """Peak temperature and throttled seconds since creation."""
 
     def __init__(self, read: Callable[[], Conditions], clock: Callable[[], float]) -> None:
-        self._read, self._clock = read, clock
+        self._read = read
+        self._clock = clock
         self.peak: float | None = None
         self.throttled: float | None = None
         self._seen = clock()
@@ -35,7 +36,6 @@ class _Heat:
         self._look(self._seen)
 
     def sample(self, *, at_end: bool = False) -> None:
-        """Look again, where the last look is old enough."""
         now = self._clock()
         if at_end or now - self._seen >= SAMPLE_SECONDS:
             self._look(now)
@@ -47,23 +47,23 @@ class _Heat:
             self.peak = celsius if self.peak is None else max(celsius, self.peak)
         throttled = None if conditions.throttled.value is None else conditions.throttled.value > 0
         if throttled is not None and self._was_throttled is not None:
-            # Half of the time between a look that saw it and one that did not.
+            # Count half of the time between a throttled and an unthrottled reading.
             share = (throttled + self._was_throttled) / 2
             self.throttled = (self.throttled or 0.0) + share * (now - self._seen)
-        self._seen, self._was_throttled = now, throttled
+        self._seen = now
+        self._was_throttled = throttled
 
 
 @dataclass
 class Measured:
-    """Filled with the phase's cost when it has ended. ``flops``: what was computed in it, set by who knows."""
+    """The cost of a phase, set when it ends. flops: set by the code that computes."""
 
     flops: int | None = None
     cost: Phase = field(default_factory=Phase)
 
 
 class Telemetry:
-    """Measures phases of one device: the meter gives joules, the transport's counters give bytes, ``read`` says how hot
-    it is, where it is given. on_phase: told the name of each phase when it begins."""
+    """Measures the phases of one device. read: returns temperature and throttling; on_phase: called with each name."""
 
     def __init__(
         self,
@@ -83,24 +83,27 @@ class Telemetry:
         self._paused = 0.0
 
     def sample(self) -> None:
-        """Look at temperature and throttling in the midst of a phase; whoever works long calls it now and then."""
+        """Read temperature and throttling; call it repeatedly during long work."""
         if self._heat is not None:
             self._heat.sample()
 
     def pause(self, seconds: float) -> None:
-        """Of the phase that is under way, ``seconds`` were a pause."""
+        """Count ``seconds`` of the current phase as a pause."""
         self._paused += seconds
 
     def describe(self) -> str:
-        """Return the source of joules on this device, or the reason why there is none, in one line."""
+        """Return one line with the source of joules, or why there is none."""
         return self._meter.describe()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Measured]:
-        """Measure what happens inside; ``cost`` is there afterwards, not if it raised."""
+        """Measure the block; ``cost`` is set afterwards, unless it raised."""
         self._on_phase(name)
-        measured, self._paused = Measured(), 0.0
-        begin, down, up = self._clock(), self._traffic.down, self._traffic.up
+        measured = Measured()
+        self._paused = 0.0
+        begin = self._clock()
+        down = self._traffic.down
+        up = self._traffic.up
         earlier = self._traffic.earlier_seconds
         heat = self._heat = _Heat(self._read, self._clock) if self._read and name in COMPUTING else None
         try:
@@ -126,21 +129,21 @@ class Telemetry:
 
 
 def _within(value: float | None, least: float, most: float) -> float | None:
-    """Return a sensor's value; None where it cannot be true, as a coordinator would refuse the whole report."""
+    # A coordinator would refuse the whole report for an impossible value.
     return value if value is not None and least <= value <= most else None
 
 
 class SimulatedTelemetry(Telemetry):
-    """The costs of phases on ``board``, computed from bytes and FLOPs, not from this machine's clock or sensors.
+    """The costs of phases on a simulated board, computed from bytes and FLOPs.
 
-    A phase whose FLOPs nobody knows has this machine's seconds and no joules.
+    A phase with unknown FLOPs has this machine's seconds and no joules.
     """
 
     def __init__(self, board: Board, traffic: Traffic, clock: Callable[[], float] = time.monotonic) -> None:
         self._board = board
         self._traffic = traffic
         self._clock = clock
-        self._heat = None  # a simulation stays cool
+        self._heat = None
 
     def describe(self) -> str:
         """Return the source of joules."""
@@ -148,16 +151,20 @@ class SimulatedTelemetry(Telemetry):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Measured]:
-        """Count what happens inside."""
+        """Measure the block's bytes and FLOPs; set ``cost`` afterwards."""
         measured = Measured(flops=None if name in COMPUTING else 0)
-        begin, down, up = self._clock(), self._traffic.down, self._traffic.up
+        begin = self._clock()
+        down_before = self._traffic.down
+        up_before = self._traffic.up
         yield measured
-        down, up = self._traffic.down - down, self._traffic.up - up
+        down = self._traffic.down - down_before
+        up = self._traffic.up - up_before
         if measured.flops is None:
             seconds = max(0.0, self._clock() - begin)
-            measured.cost = Phase(seconds=seconds, bytes_down=down, bytes_up=up, source="the simulation cannot tell")
+            measured.cost = Phase(seconds=seconds, bytes_down=down, bytes_up=up, source="unknown to the simulation")
             return
-        computing, transfer = self._board.computing_seconds(measured.flops), self._board.transfer_seconds(down + up)
+        computing = self._board.computing_seconds(measured.flops)
+        transfer = self._board.transfer_seconds(down + up)
         measured.cost = Phase(
             seconds=computing + transfer,
             bytes_down=down,

@@ -1,8 +1,7 @@
 """A check that this device can train.
 
-Training takes a 64-bit Python, with ONNX Runtime or PyTorch. A device without can still run an exported model, and that
-is what it is told, in one line. Decided by the Python that runs, not by ``uname``: a 64-bit kernel often runs a 32-bit
-system, and neither is made for those.
+Training needs a 64-bit Python with ONNX Runtime or PyTorch; other devices can still run an exported model. The running
+Python decides, not ``uname``: a 64-bit kernel often runs a 32-bit system.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from sparrow.command_line.exits import Exit
 from sparrow.protocol.errors import SdkError
 
 INSTALL = {
-    "onnxruntime": "pip install 'sparrow-fl[device]' brings it",
+    "onnxruntime": "pip install 'sparrow-fl[device]' installs it",
     "torch": (
         "pip install torch --extra-index-url https://download.pytorch.org/whl/cpu "
-        "and then pip install 'sparrow-fl[device-torch]' bring it"
+        "and then pip install 'sparrow-fl[device-torch]' install it"
     ),
 }
 ADVICE = (
-    "it can predict with an exported model: sparrow predict, or where ONNX Runtime has no wheel, one that you build"
+    "it can predict with an exported model: sparrow predict, with your own build of ONNX Runtime if there is no wheel"
 )
 
 
 class CannotTrain(SdkError):
-    """This device cannot train; the text says why and what it can do."""
+    """This device cannot train."""
 
     exit_code = Exit.CANNOT
 
@@ -38,15 +37,14 @@ def check(
     platform: str = sysconfig.get_platform(),
     module: str | None = "torch",
 ) -> None:
-    """Raise CannotTrain unless a Python can train.
+    """Raise CannotTrain unless a Python, by default this one, can train.
 
-    pointer_bytes, platform: what ``struct.calcsize("P")`` and ``sysconfig.get_platform()`` say of it; by default of
-    this one. module: imported, to see that it is there and loads; None: not asked for.
+    module: imported, to check that it loads; None: not checked.
     """
     if pointer_bytes < 8:
         raise CannotTrain(
-            f"this device cannot train, because its Python is one of {8 * pointer_bytes} bits ({platform}) and PyTorch "
-            f"and ONNX Runtime are made for 64; {ADVICE}"
+            f"this device cannot train, because its Python has {8 * pointer_bytes} bits ({platform}), and PyTorch and "
+            f"ONNX Runtime need 64; {ADVICE}"
         )
     if module is None:
         return
@@ -56,8 +54,10 @@ def check(
         lacks = isinstance(error, ModuleNotFoundError) and error.name == module
         how = f"{INSTALL.get(module, INSTALL['torch'])}; without, " if lacks else ""
         why = "is not installed" if lacks else f"does not load ({error})"
-    except OSError as error:  # a library of the system's that is not there, or is of another kind of processor
-        how, why = "", f"does not load ({error})"
+    # A system library is missing, or is for another kind of processor.
+    except OSError as error:
+        how = ""
+        why = f"does not load ({error})"
     else:
         return
     package = "ONNX Runtime" if module == "onnxruntime" else "PyTorch"

@@ -1,4 +1,4 @@
-"""The calls of the HTTP contract: those of a device, and those with which an operator looks and steers."""
+"""The calls of the HTTP contract, for devices and operators."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from sparrow.protocol.signatures import MAX_STATEMENT, Published
 from ..errors import BadContent, Damaged, NoCoordinator, NotFound, NotInstalled, Refused, Unreachable, WrongSettings
 from .connection import LARGEST_LIST, Connection, Message, detail_of, is_problem, message_of, passes, pause_of
 
+# Updates of at least this size resume after an interruption; smaller ones are sent again.
 RESUMED = 1024 * 1024
-"""Updates of so many bytes go on where a connection broke; smaller ones are sent again."""
+# Doubled, because JSON within JSON escapes quotes.
 LARGEST_PUBLICATION = 2 * (MAX_MANIFEST + MAX_STATEMENT)
-"""JSON within JSON: quotes take two bytes."""
+# Bytes of a downloaded global model.
 MAX_FILE = 8 * 1024**3
-"""Bytes of a model that an operator downloads."""
 HEARTBEAT_TIMEOUT = httpx.Timeout(10.0)
 
 
 @dataclass(frozen=True)
 class _Brought:
-    """A payload that came with its assignment, and the seconds that the answer's body took to arrive."""
+    """A payload sent with its assignment, and the transfer time of that answer."""
 
     assignment_id: str
     body: bytes
@@ -42,30 +42,29 @@ class _Brought:
 
 
 class Transport(Connection):
-    """The calls of one device or operator. ``traffic`` counts their bodies."""
+    """The calls of one device or operator. renewal_due: the coordinator asks this device to renew its token."""
 
     renewal_due = False
-    """Whether the coordinator asks this device to take a new token."""
     _brought: _Brought | None = None
 
     def federation(self, name: str) -> messages.FederationInfo:
-        """Return the state of a federation. Raises NotFound, naming those that this caller may see."""
+        """Return the state of a federation. Raises NotFound, naming the visible federations."""
         try:
             return self.ask(messages.FederationInfo, "GET", f"/v1/federations/{name}")
         except NotFound as refusal:
             try:
                 there = sorted(info.name for info in self.federations())
-            except Refused:  # this caller may not see them
+            except Refused:
                 raise refusal from None
-        said = f"there are {', '.join(there)}{nearest(name, there)}" if there else "there is none yet; publish one"
+        said = f"there are {', '.join(there)}{nearest(name, there)}" if there else "publish one first"
         raise NotFound(404, f"there is no federation {name!r}; {said}")
 
     def federations(self) -> list[messages.FederationInfo]:
-        """Return every federation of the coordinator."""
+        """Return all federations of the coordinator."""
         return self.ask_all(messages.FederationInfo, "/v1/federations")
 
     def overview(self, name: str) -> Overview:
-        """Return how a federation stands: what its page shows."""
+        """Return the overview that a federation's page shows."""
         return self.ask(Overview, "GET", f"/v1/federations/{name}/overview")
 
     def rounds(self, name: str) -> list[messages.RoundRecord]:
@@ -73,7 +72,7 @@ class Transport(Connection):
         return self.ask_all(messages.RoundRecord, f"/v1/federations/{name}/rounds")
 
     def reports(self, name: str, number: int) -> list[messages.DeviceReport]:
-        """Return what each device reported in a round and in the evaluation after it."""
+        """Return the devices' reports of a round and of the evaluation after it."""
         return self.ask_all(messages.DeviceReport, f"/v1/federations/{name}/rounds/{number}/reports")
 
     def devices(self, name: str) -> list[messages.DeviceInfo]:
@@ -81,11 +80,11 @@ class Transport(Connection):
         return self.ask_all(messages.DeviceInfo, f"/v1/federations/{name}/devices")
 
     def device(self, device_id: str) -> messages.DeviceHistory:
-        """Return a device and what it did. Raises NotFound."""
+        """Return a device and its history. Raises NotFound."""
         return self.ask(messages.DeviceHistory, "GET", f"/v1/devices/{device_id}")
 
     def models(self, name: str) -> list[messages.ModelInfo]:
-        """Return the global models of a federation that the coordinator keeps."""
+        """Return the stored global models of a federation."""
         return self.ask_all(messages.ModelInfo, f"/v1/federations/{name}/models")
 
     def model_file(self, name: str, path: Literal["model", "model.onnx"]) -> bytes:
@@ -93,7 +92,7 @@ class Transport(Connection):
         return self.call("GET", f"/v1/federations/{name}/{path}", most=MAX_FILE).content
 
     def trouble(self) -> str | None:
-        """Return the reason why the coordinator is not ready; None if it is. Asks once."""
+        """Return why the coordinator is not ready, or None. Does not retry."""
         try:
             answer = self.exchange("GET", "/readyz")
         except httpx.TransportError as error:
@@ -105,11 +104,11 @@ class Transport(Connection):
         return self.ask(Manifest, "GET", f"/v1/federations/{name}/manifest", most=MAX_MANIFEST)
 
     def publication(self, name: str) -> Published:
-        """Return a federation's publication, as it came: the caller checks its signature."""
+        """Return a federation's publication; the caller checks its signature."""
         return self.ask(Published, "GET", f"/v1/federations/{name}/publication", most=LARGEST_PUBLICATION)
 
     def completed(self, settings: FederationSettings) -> FederationSettings:
-        """Return settings with all of the method's own ones, as a federation would have them. Raises WrongSettings."""
+        """Return settings with the method's defaults filled in. Raises WrongSettings."""
         try:
             return self.ask(FederationSettings, "POST", "/v1/settings", **_json(settings))
         except NotInstalled:
@@ -118,13 +117,13 @@ class Transport(Connection):
             raise WrongSettings(refused.detail) from refused
 
     def graph(self, name: str, graph: GraphName) -> bytes:
-        """Return an ONNX graph of a federation's model, as it came: the caller compares it with the manifest."""
+        """Return an ONNX graph of a federation's model; the caller checks its digest."""
         return self.call("GET", f"/v1/federations/{name}/{graph}.onnx", most=MAX_GRAPH).content
 
     def values(self, name: str, manifest: Manifest, which: Values, into: BinaryIO) -> None:
-        """Write a file of values of a federation's model to ``into``, which may have its beginning from a download
-        before: the rest is asked for. The caller compares it with the manifest."""
-        begin, path = self.traffic.down, f"/v1/federations/{name}/{which}"
+        """Write a file of values to ``into``, resuming after bytes it already holds; the caller checks the digest."""
+        begin = self.traffic.down
+        path = f"/v1/federations/{name}/{which}"
         try:
             self.download(path, values.size(manifest, which), into, etag=f'"{manifest.files[which]}"')
         finally:
@@ -141,33 +140,34 @@ class Transport(Connection):
             raise WrongSettings(refused.detail) from refused
 
     def replace_model(self, name: str, body: bytes) -> messages.FederationInfo:
-        """Give a federation's model new graphs. Raises DifferentFederation where its values are others."""
+        """Replace the graphs of a federation's model. Raises DifferentFederation if its tensors differ."""
         headers = {"Content-Type": checkpoint.MEDIA_TYPE}
         return self.ask(
             messages.FederationInfo, "PATCH", f"/v1/federations/{name}/model", content=body, headers=headers
         )
 
     def compare_federation(self, name: str, wanted: messages.CompareFederation) -> messages.FederationInfo | None:
-        """Return the federation of this name if it is as ``wanted``; None if there is none. Raises DifferentFederation,
-        which names the differences."""
+        """Return the federation if it matches ``wanted``; None if it does not exist. Raises DifferentFederation."""
         try:
-            # Without what nobody has given, as in ``CreateFederation.as_given``.
+            # Only given fields are compared, as in ``CreateFederation.as_given``.
             body = _json(wanted, exclude_unset=True)
             return self.ask(messages.FederationInfo, "POST", f"/v1/federations/{name}/comparison", **body)
         except NotFound:
             return None
 
     def change_federation(self, name: str, change: messages.ChangeFederation) -> messages.FederationInfo:
-        """Change or steer a federation."""
+        """Change a federation's settings or status."""
         return self.ask(messages.FederationInfo, "PATCH", f"/v1/federations/{name}", **_json(change))
 
     def delete_federation(self, name: str) -> None:
-        """Delete a federation for good."""
+        """Delete a federation permanently."""
         self.call("DELETE", f"/v1/federations/{name}")
 
     def join_link(self, name: str, wanted: messages.MakeJoinLink) -> messages.JoinLink:
-        """Return the link with which a browser becomes a device of a federation. Raises NotFound where none can,
-        NotAllowed for the link's token."""
+        """Return the link by which a browser joins a federation.
+
+        Raises NotFound if browsers cannot join, NotAllowed for the link's token.
+        """
         return self.ask(messages.JoinLink, "POST", f"/v1/federations/{name}/join-link", **_json(wanted))
 
     def enrol(self, federation: str, request: messages.Enrol) -> messages.Enrolled:
@@ -182,10 +182,10 @@ class Transport(Connection):
         mask: str | None = None,
         model: str | None = None,
     ) -> tuple[messages.Assignment | None, float]:
-        """Ask for work, waiting up to ``wait_seconds``. Returns it, or None and the pause asked for in seconds.
+        """Wait up to ``wait_seconds`` for work. Return the assignment, or None and the requested pause in seconds.
 
-        cost: what the last upload cost. mask: the digest of the mask that this device holds; model: that of the global
-        model that it can rebuild. Raises FederationOver when nothing is left to do.
+        cost: of the last upload. mask, model: digests of the mask that this device holds and of the global model that
+        it can rebuild. Raises FederationOver.
         """
 
         def read(answer: httpx.Response) -> tuple[messages.Assignment | None, float]:
@@ -206,9 +206,7 @@ class Transport(Connection):
         )
 
     def open_work(self, federation: str, wait_seconds: float, etag: str) -> tuple[messages.OpenWork | None, str]:
-        """Return the open assignments, and the answer's ETag; None where that stays as at ``etag`` for
-        ``wait_seconds``.
-        """
+        """Return the open assignments and the answer's ETag; None if nothing changes for ``wait_seconds``."""
 
         def read(answer: httpx.Response) -> tuple[messages.OpenWork | None, str]:
             if answer.status_code == 304:
@@ -226,21 +224,24 @@ class Transport(Connection):
         )
 
     def model(self, federation: str, manifest: Manifest) -> Tensors:
-        """Return the global model by name. Raises NoGlobalModel where the method has none that can be used alone."""
+        """Return the global model by name. Raises NoGlobalModel."""
         most = checkpoint.MAX_HEADER + sum(spec.size * np.dtype(spec.dtype).itemsize for spec in manifest.whole)
         tensors, _ = checkpoint.load(self.call("GET", f"/v1/federations/{federation}/model", most=most).content)
         return tensors
 
     def hand_back(self, assignment_id: str, reason: messages.PauseReason | Failure) -> None:
-        """Hand an assignment back."""
+        """Return an assignment unfinished."""
         self.call("DELETE", f"/v1/assignments/{assignment_id}", **_json(messages.HandBack(reason=_listed(reason))))
 
     def heartbeat(self, assignment_id: str) -> bool:
-        """Say once, without waiting for who does not answer, that this device works on an assignment. False where that
-        need not be said again: nobody waits for it. May be called from another thread."""
+        """Report once, without retries, that this device works on an assignment; thread-safe.
+
+        Return False if the coordinator no longer waits for the assignment.
+        """
         try:
             answer = self.exchange("POST", f"/v1/assignments/{assignment_id}/heartbeat", timeout=HEARTBEAT_TIMEOUT)
-        except (httpx.HTTPError, NoCoordinator, RuntimeError):  # the last: the client was closed meanwhile
+        # httpx raises RuntimeError if the client was closed in the meantime.
+        except (httpx.HTTPError, NoCoordinator, RuntimeError):
             return True
         return passes(answer) or answer.is_success or not is_problem(answer)
 
@@ -251,7 +252,7 @@ class Transport(Connection):
         self.call("PATCH", f"/v1/devices/{device_id}", **_json(change))
 
     def new_token(self, device_id: str, enrolment_key: str) -> str:
-        """Return a new token for this device. The old one is good until this one is used: keep it before that."""
+        """Return a new token. The old one stays valid until the new one is used: store it before that."""
         request = messages.RenewToken(enrolment_key=enrolment_key)
         return self.ask(messages.NewToken, "POST", f"/v1/devices/{device_id}/token", **_json(request)).token
 
@@ -266,10 +267,10 @@ class Transport(Connection):
         *,
         goes_on: bool = False,
     ) -> messages.Assignment | None:
-        """Send an update; sending the same again does no harm. Raises RoundOver when it comes too late.
+        """Send an update; repeating it is harmless. Raises RoundOver if it is too late.
 
-        goes_on: return the next assignment, if there is one already, for a device that holds ``mask`` and ``model``, as
-        in ``assignment``. cost: what the upload before cost.
+        goes_on: return the next assignment if there is one already; mask, model: as in ``assignment``. cost: of the
+        previous upload.
         """
         headers = {"Content-Type": media_type, **_costing(cost)}
 
@@ -281,7 +282,8 @@ class Transport(Connection):
             self._keep_brought(accepted.next, payload)
             return accepted.next
 
-        path, params = f"/v1/assignments/{assignment_id}/update", {}
+        path = f"/v1/assignments/{assignment_id}/update"
+        params = {}
         if goes_on:
             headers["Accept"] = messages.ASSIGNMENT_TYPE
             params = _holding(mask, model)
@@ -290,8 +292,7 @@ class Transport(Connection):
         return self.upload(path, body, headers, params, read)
 
     def payload(self, assignment_id: str, payload: messages.Payload) -> bytes:
-        """Return an assignment's bundle: what came with the assignment, or else a download, which goes on where a
-        connection broke. Raises Damaged."""
+        """Return an assignment's bundle, sent with the assignment or downloaded. Raises Damaged."""
         brought = self._take_brought()
         if brought is not None and brought.assignment_id == assignment_id and _is(payload, brought.body):
             return brought.body
@@ -303,12 +304,12 @@ class Transport(Connection):
             if _is(payload, body):
                 return body
         raise Damaged(
-            "the payload was downloaded three times and never matched its digest; look at proxies between this device "
+            "the payload was downloaded three times and never matched its digest; check proxies between this device "
             "and the coordinator"
         )
 
     def _read_with_payload(self, kind: type[Message], answer: httpx.Response) -> tuple[Message, bytes | None]:
-        """Return the message of an answer, and the payload that it brings along."""
+        """Return an answer's message, and its payload, if any."""
         if answer.headers.get("Content-Type") != messages.ASSIGNMENT_TYPE:
             return message_of(kind, answer), None
         line, _, payload = answer.content.partition(b"\n")
@@ -318,15 +319,16 @@ class Transport(Connection):
             raise NoCoordinator(answer.status_code, "its assignment cannot be read") from None
 
     def _keep_brought(self, assignment: messages.Assignment | None, payload: bytes | None) -> None:
-        """Keep a payload for who takes it; its bytes count then."""
+        """Keep a payload; its bytes count when it is taken."""
         self._take_brought()
         if assignment is not None and payload is not None:
             self.traffic.down -= len(payload)
             self._brought = _Brought(assignment.assignment_id, payload, self.body_seconds)
 
     def _take_brought(self) -> _Brought | None:
-        """Return the payload that was kept, if any, and count it: it is part of what is going on now."""
-        brought, self._brought = self._brought, None
+        """Return the kept payload, if any, and count it in the current phase."""
+        brought = self._brought
+        self._brought = None
         if brought is not None:
             self.traffic.down += len(brought.body)
             self.traffic.earlier_seconds += brought.seconds
@@ -334,22 +336,19 @@ class Transport(Connection):
 
 
 def _is(payload: messages.Payload, body: bytes) -> bool:
-    """Return whether this body is the payload that was announced."""
     return len(body) == payload.bytes and hashlib.sha256(body).hexdigest() == payload.sha256
 
 
 def _holding(mask: str | None, model: str | None) -> dict[str, str]:
-    """Return the query that says what a device holds."""
     return {**({"mask": mask} if mask else {}), **({"model": model} if model else {})}
 
 
 def _costing(cost: messages.UploadCost | None) -> dict[str, str]:
-    """Return the header that says what the last upload cost."""
     return {"Sparrow-Upload-Cost": json.dumps(cost.model_dump(mode="json"))} if cost else {}
 
 
 def _listed(reason: messages.PauseReason | str) -> messages.PauseReason | Failure:
-    """Return a reason that may be sent. Raises ValueError for other text, which may hold names of files or data."""
+    """Return a reason that may be sent. Raises ValueError for free text, which may contain names of files or data."""
     return reason if isinstance(reason, messages.PauseReason) else Failure(reason)
 
 

@@ -1,9 +1,8 @@
-"""Acceptance of a federation by a device: its publisher, its model, and the settings of each round.
+"""A device's checks on a federation: its publisher, its model, and the settings of each round.
 
-The first publisher of a federation that a device meets is remembered with it (trust on first use); another one is
-refused until the device's owner accepts it (``sparrow trust``). Rounds must keep to the ranges that the publisher has
-signed, and to those that the owner demands. If nothing is signed, settings that change the content of an update must
-stay as they were when the device joined. A federation that was secure stays secure.
+A device remembers a federation's first publisher (trust on first use), and refuses another until its owner accepts it
+(``sparrow trust``). Rounds must keep the ranges that the publisher signed and that the owner demands. Without a
+signature, settings that change the content of an update must not change. A secure federation must stay secure.
 
 ``trust.json`` in the state folder holds the accepted publication.
 """
@@ -44,11 +43,10 @@ TRUST = "trust.json"
 
 
 class Accepted(BaseModel):
-    """The record of one accepted federation.
+    """The record of an accepted federation.
 
-    publication: the last one; None if nothing is signed. publisher: the fingerprint of the one to accept next, after
-    ``sparrow trust``. model: the digest of the manifest that it was compared with. settings: the binding settings as
-    first met. secure: whether they were secure.
+    publication: the last one; None if unsigned. publisher: fingerprint accepted next (``sparrow trust``). model: digest
+    of the checked manifest. settings: the first binding settings. secure: whether they were secure.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -63,7 +61,7 @@ class Accepted(BaseModel):
 
 @dataclass(frozen=True)
 class Admitted:
-    """A federation that was admitted: its record, the signed terms, if any, and whether its model is built in."""
+    """An admitted federation: its record, the signed terms, if any, and whether its model is built in."""
 
     accepted: Accepted
     terms: Terms | None
@@ -71,15 +69,12 @@ class Admitted:
 
     @property
     def ranges(self) -> Ranges:
-        """The signed ranges; none if nothing is signed."""
+        """The signed ranges; empty if unsigned."""
         return {} if self.terms is None else self.terms.settings
 
 
 class Trust:
-    """The rules by which one device, or one fleet, accepts a federation and its rounds.
-
-    folder: where it is kept; None: in memory. demands: the owner's.
-    """
+    """The checks of one device or fleet. folder: stores the record; None: in memory. demands: the owner's."""
 
     def __init__(self, federation: str, demands: Demands, folder: StateFolder | None = None) -> None:
         self._federation = federation
@@ -90,10 +85,7 @@ class Trust:
         self.admitted: Admitted | None = None
 
     def admit(self, info: FederationInfo, manifest: Manifest, fetch: Callable[[], Published]) -> None:
-        """Accept a federation as it is described, or raise BadPublication.
-
-        fetch: gets its publication.
-        """
+        """Accept a federation, or raise BadPublication. fetch: downloads its publication."""
         before = self._accepted
         if before is not None and before.uid != info.uid:
             before = None
@@ -115,7 +107,7 @@ class Trust:
     def _publication(
         self, info: FederationInfo, manifest: Manifest, fetch: Callable[[], Published], before: Accepted | None
     ) -> Publication | None:
-        """Return the checked publication of a federation; None if it has none, and need not have one."""
+        """Return the checked publication; None if it has none and needs none."""
         known = None if before is None else before.publication
         wanted = self._demands.publisher
         if info.publisher is None:
@@ -127,7 +119,7 @@ class Trust:
             if known is not None:
                 raise BadPublication(
                     f"the model of {self._federation} was signed by {known.fingerprint} and is no longer signed; the "
-                    f"coordinator may have replaced it. Nothing is trained"
+                    f"coordinator may have replaced it, and this device does not train it"
                 )
             return None
         met = None if known is None else (known.publisher, known.digest)
@@ -156,8 +148,8 @@ class Trust:
         trusted = accepted is not None and same_fingerprint(accepted, publication.fingerprint)
         if known is not None and known.publisher != publication.publisher and not trusted and wanted is None:
             raise BadPublication(
-                f"the model of {self._federation} is signed by another publisher: {publication.fingerprint} in place "
-                f"of {known.fingerprint}. If its author says so, accept it: sparrow trust {publication.fingerprint}"
+                f"the model of {self._federation} is signed by another publisher: {publication.fingerprint} instead "
+                f"of {known.fingerprint}. If its author confirms this, run sparrow trust {publication.fingerprint}"
             )
 
     def _check_model(self, info: FederationInfo, manifest: Manifest, published: Published, terms: Terms) -> None:
@@ -173,17 +165,17 @@ class Trust:
         check_terms(terms, self._federation, manifest, expected)
 
     def _check_edition(self, before: Terms, terms: Terms) -> None:
-        """Look at a publication that takes the place of another one of the same publisher."""
+        """Check a publication that replaces an earlier one."""
         if terms.edition < before.edition:
             raise BadPublication(
-                f"the coordinator has gone back from edition {before.edition} of the model to {terms.edition}; nothing "
-                f"is trained"
+                f"the coordinator went back from edition {before.edition} of the model to {terms.edition}; this device "
+                f"does not train it"
             )
         same = (terms.manifest, terms.graphs) == (before.manifest, before.graphs)
         if self._demands.pin_model and not same:
             raise BadPublication(
                 f"the publisher has replaced the model of {self._federation} (edition {terms.edition}), and this "
-                f"device keeps to the one it has met (--pin-model)"
+                f"device accepts only the first one (--pin-model)"
             )
         log.warning(
             "the publisher has replaced the publication of %s: edition %s, model %s",
@@ -193,7 +185,7 @@ class Trust:
         )
 
     def check(self, settings: FederationSettings) -> None:
-        """Raise BadPublication for settings of a round that the publisher or this device's owner does not allow."""
+        """Raise BadPublication for a round's settings that publisher or owner do not allow."""
         assert self.admitted is not None, "a federation is admitted before its work is done"
         if settings != self._checked:
             self._check(settings, self.admitted)
@@ -202,8 +194,8 @@ class Trust:
     def _check(self, settings: FederationSettings, admitted: Admitted) -> None:
         if admitted.accepted.secure and not settings.secure:
             raise BadPublication(
-                "the coordinator asks for an update without masks (secure=false), and this federation is secure; "
-                "nothing is sent"
+                "the coordinator asks for an unmasked update (secure=false) in a secure federation; this device sends "
+                "no update"
             )
         wrong = faults(self._demands.ranges, settings)
         if wrong:
@@ -223,22 +215,22 @@ class Trust:
             raise BadPublication(f"the coordinator has changed settings since this device joined: {'; '.join(changed)}")
 
     def check_steps(self, steps: int) -> None:
-        """Raise BadPublication for fewer local steps than the publisher or the owner allows."""
+        """Raise BadPublication for fewer local steps than publisher or owner allow."""
         least = max(least_of(ranges, "local_steps") for ranges in self._ranges())
         if steps < least:
             raise BadPublication(
-                f"a round would take {steps} local steps on this device's data, and at least {least} are allowed; give "
-                f"it more samples, or ask for more epochs"
+                f"a round would take {steps} local steps on this device's data, and at least {least} are required; "
+                f"give it more samples, or ask the operator for more epochs"
             )
 
     def check_cohort(self, devices: int) -> None:
-        """Raise BadPublication for a secure round of fewer devices than the publisher or the owner allows."""
+        """Raise BadPublication for a secure round of fewer devices than publisher or owner allow."""
         least = max(least_of(ranges, "cohort") for ranges in self._ranges())
         if devices < least:
-            raise BadPublication(f"the secure round has {devices} devices, and at least {least} are allowed")
+            raise BadPublication(f"the secure round has {devices} devices, and at least {least} are required")
 
     def check_first_weights(self, tensors: Tensors) -> None:
-        """Raise BadPublication unless tensors of the first round begin as they were published."""
+        """Raise BadPublication unless the first round's tensors are the published ones."""
         if self.admitted is not None and self.admitted.terms is not None:
             check_weights(self.admitted.terms, tensors)
 
@@ -247,12 +239,12 @@ class Trust:
 
     @property
     def built_in(self) -> bool:
-        """True if the model is one of this SDK's own."""
+        """Whether the model is built into this SDK."""
         return self.admitted is not None and self.admitted.built_in
 
     @property
     def line(self) -> str:
-        """The line for the device's user that names the publisher."""
+        """A message for the user that names the publisher."""
         admitted = self.admitted
         assert admitted is not None, "a federation is admitted first"
         publication = admitted.accepted.publication
@@ -261,7 +253,7 @@ class Trust:
             return f"the model of {self._federation} is signed by {publication.fingerprint} ({how})"
         if admitted.built_in:
             return f"the model of {self._federation} is built in, known by its digest"
-        return f"warning: the model of {self._federation} is not signed; its coordinator can replace it unseen"
+        return f"warning: the model of {self._federation} is not signed; its coordinator can replace it unnoticed"
 
     def _keep(self, accepted: Accepted) -> None:
         if accepted != self._accepted and self._folder is not None:
@@ -270,17 +262,16 @@ class Trust:
 
 
 def _more_private(name: str, first: object, now: object) -> bool:
-    """Return whether a setting has changed to one under which an update reveals less."""
+    """Return whether an update reveals less after the change of a setting."""
     return name in ("secure", "secure_metrics") and now is True and not first
 
 
 def composed(method: DeviceMethod, published: Manifest, settings: FederationSettings) -> Manifest:
-    """Return the manifest that a method makes of the published one, without the digests of its graphs."""
+    """Return the method's manifest for a published one, without digests of graphs."""
     return published if method.compose is None else method.compose(published, {}, settings)[0]
 
 
 def _is_built_in(info: FederationInfo, manifest: Manifest) -> bool:
-    """Return whether a federation's model is the built-in one of its task."""
     if info.task not in builtin_tasks():
         return False
     known = load_builtin(info.task)
@@ -295,7 +286,7 @@ def _is_built_in(info: FederationInfo, manifest: Manifest) -> bool:
 
 
 def read(folder: StateFolder) -> Accepted | None:
-    """Return the record of a device. Raises StateError for a file that cannot be read: forgetting would trust."""
+    """Return the stored record. Raises StateError if it is damaged: without it, any publisher would be trusted."""
     data = folder.cached(TRUST)
     if data is None:
         return None
@@ -303,18 +294,18 @@ def read(folder: StateFolder) -> Accepted | None:
         return Accepted.model_validate(json.loads(data))
     except ValueError:
         raise StateError(
-            f"{folder.path / TRUST} is damaged, which says whose model this device trains; delete it only if you trust "
-            f"the coordinator now"
+            f"{folder.path / TRUST}, the record of the trusted publisher, is damaged; delete it only if you trust the "
+            f"coordinator now"
         ) from None
 
 
 def accept(folder: StateFolder, publisher: str) -> Accepted:
-    """Accept another publisher, by fingerprint, from the next start on. Raises BadPublication for any other text."""
+    """Accept another publisher's fingerprint from the next start. Raises BadPublication."""
     if not is_fingerprint(publisher):
-        raise BadPublication(f"{publisher!r} is no fingerprint: eight groups of four hexadecimal digits")
+        raise BadPublication(f"{publisher!r} is no fingerprint; give eight groups of four hexadecimal digits")
     before = read(folder)
     if before is None:
-        raise BadPublication(f"{folder.path} has met no federation yet; join with --publisher {publisher}")
+        raise BadPublication(f"{folder.path} has no record of a federation; join with --publisher {publisher}")
     accepted = before.model_copy(update={"publisher": publisher})
     folder.cache(TRUST, accepted.model_dump_json().encode())
     return before

@@ -1,12 +1,10 @@
-"""The values of a federation's model that no payload holds: downloaded once, and shared on this device's disk.
+"""Frozen and initial values of a federation's model, downloaded once and shared on this device's disk.
 
-Of what nobody trains, a device keeps the file in its state folder, and so has all that an export takes. It is a second
-link to the one in the user's folder ``sparrow/frozen`` (XDG state), where federations with the same frozen values find
-it by its SHA-256, of this coordinator or another; across file systems, a copy. That folder may be emptied at any time.
-A download that was broken off goes on where it was, even in another process.
+A device's state folder keeps the file of frozen values, so that exports need no download. It is a hard link (or a copy)
+of a file in the user's ``sparrow/frozen`` (XDG state), where federations with the same values find it by its SHA-256.
+That folder may be emptied at any time. Interrupted downloads resume, even in another process.
 
-No link is followed: another user of the machine may have made it, to have a device write to a file elsewhere, or read
-from one that changes after it was compared.
+Symbolic links are not followed: another user could redirect writes, or change a file after its digest was checked.
 """
 
 from __future__ import annotations
@@ -35,36 +33,36 @@ log = logging.getLogger(__name__)
 
 TRIES = 3
 
+# Bytes of the disk that a download leaves free.
 SPARE = 100_000_000
-"""Bytes of the disk that a download leaves free."""
 
+# A shared file is removed if no device of this user opened it for this time.
 UNUSED_SECONDS = 30 * 24 * 3600.0
-"""A shared file is removed if this user's devices have not opened it for so long."""
 
+# Names in the shared folder: digests, and incomplete files.
 _SHARED = re.compile(r"[0-9a-f]{64}(\.\d+\.partial)?")
-"""Names in the shared folder: digests, and those of files that are being made."""
 
 
 def load_values(
     which: Values, manifest: Manifest, federation: str, transport: Transport, folder: Path, *, share: bool = False
 ) -> Tensors:
-    """Return the tensors of a file by name, read-only and read from the disk as they are needed; {} without a file.
+    """Return the tensors of a file by name, read-only and memory-mapped; {} if the model has no such file.
 
-    folder: where this device keeps its state. share: look for them in the user's folder, leave them there, and remove
-    files there that are unused for ``UNUSED_SECONDS``. Raises StateError where the disk has no room, Damaged for a
-    download that never is what the manifest names.
+    folder: this device's state. share: use the user's shared folder, and remove unused files there. Raises StateError
+    if the disk is full, Damaged if the download never matches the manifest.
     """
     if share:
         _clean(shared_folder())
     if which not in manifest.files:
         return {}
-    mine, shared = folder / personal.values_file(which), shared_folder() / manifest.files[which]
+    mine = folder / personal.values_file(which)
+    shared = shared_folder() / manifest.files[which]
     came = False
     try:
         found = _open(which, manifest, mine)
         if found is None and share and (found := _open(which, manifest, shared, own=True)) is not None:
             size = values.size(manifest, which)
-            log.info("%d bytes that nobody trains are here already, from another federation", size)
+            log.info("reusing %d bytes of frozen values of another federation", size)
             _link(shared, mine)
         if found is None:
             _check_room(folder, values.size(manifest, which))
@@ -81,7 +79,6 @@ def load_values(
 
 
 def _check_room(folder: Path, size: int) -> None:
-    """Raise StateError where a download would fill the disk, before it does."""
     free = shutil.disk_usage(folder).free
     if size + SPARE > free:
         raise StateError(
@@ -96,8 +93,7 @@ def shared_folder() -> Path:
 
 
 def _open(which: Values, manifest: Manifest, path: Path, *, own: bool = False) -> Tensors | None:
-    """Return a file's tensors if it is the one that the manifest names; None otherwise. own: and if it is this user's,
-    so that nobody else can change it later."""
+    """Return a file's tensors if it matches the manifest, else None. own: require that this user owns the file."""
     try:
         file = _open_file(path)
     except OSError:
@@ -112,13 +108,12 @@ def _open(which: Values, manifest: Manifest, path: Path, *, own: bool = False) -
 
 
 def _open_file(path: Path) -> BinaryIO:
-    """Open a file to read, which must not be a link; a pipe in its place does not make this wait."""
+    # O_NONBLOCK, so that opening a pipe does not wait.
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 def _open_partial(path: Path, most: int) -> BinaryIO:
-    """Open what a broken download has left, to go on with it; begin anew if it is not a plain file of its own, or has
-    more than ``most`` bytes."""
+    """Open an incomplete download; start again if it is no regular file, is linked elsewhere, or exceeds ``most``."""
     with suppress(FileNotFoundError):
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > most:
@@ -136,13 +131,13 @@ def _download(which: Values, manifest: Manifest, federation: str, transport: Tra
             return found
         partial.unlink()
     raise Damaged(
-        f"the {which} values were downloaded {TRIES} times and never matched their digest; look at proxies "
+        f"the {which} values were downloaded {TRIES} times and never matched their digest; check proxies "
         "between this device and the coordinator"
     )
 
 
 def _link(file: Path, path: Path) -> None:
-    """Give a file another name; where that is not possible, as across file systems, a copy has it."""
+    """Link a file to another name, or copy it."""
     new = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     new.unlink(missing_ok=True)
     try:
@@ -155,8 +150,9 @@ def _link(file: Path, path: Path) -> None:
 
 
 def _leave(file: Path, shared: Path, *, anew: bool) -> None:
-    """Leave a file for other federations of this user, or note that it is in use. anew: it has just been downloaded."""
-    with suppress(OSError):  # then it is not shared
+    """Share a file with other federations of this user, or refresh its time."""
+    # Sharing is optional.
+    with suppress(OSError):
         make_folder(shared.parent, durable=False)
         if anew or not shared.exists():
             _link(file, shared)
@@ -164,11 +160,10 @@ def _leave(file: Path, shared: Path, *, anew: bool) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove files that are unused for ``UNUSED_SECONDS``. A device that has one keeps a link of its own."""
     now = time.time()
     found = list(folder.iterdir()) if folder.is_dir() else []
     for path in found:
-        # Another device may have removed it, or another user made it.
+        # Another device may have removed the file, or another user may own it.
         with suppress(OSError):
             if _SHARED.fullmatch(path.name) and now - path.lstat().st_mtime >= UNUSED_SECONDS:
                 path.unlink()

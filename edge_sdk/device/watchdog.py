@@ -1,11 +1,11 @@
-"""Holds a device to its policy: what it finds wrong, and work that pauses between batches until all is well.
+"""Enforcement of a device's policy: objections, and pauses between batches.
 
     watchdog = Watchdog(policy, ConditionsReader(System.here()).read)
     watchdog.look()                  # None, or the reason why the device may not work now
 
-It looks every few seconds at most; two bad looks in a row pause, and a minute without one resumes. What cannot
-be read is treated as each limit says: no level from a battery that is there refuses, a missing temperature slows a
-small board down (``blind_duty``), a missing throttle word is passed over.
+Two bad readings in a row pause work, and a minute without one resumes it. The effect of an unknown reading depends on
+the limit: an unknown battery level refuses work, an unknown temperature slows a small board (``blind_duty``), unknown
+throttling is ignored.
 """
 
 from __future__ import annotations
@@ -28,21 +28,19 @@ from ..arguments import MIB
 from ..errors import SdkError
 from .policy import Policy
 
+# Shortest interval between readings.
 LOOK_SECONDS = 5.0
-"""The shortest time between two looks."""
 
+# Bad readings in a row that pause running work; a single one prevents its start.
 BAD_LOOKS = 2
-"""So many in a row pause work that goes on; before work begins, one keeps it from beginning."""
 
+# Time without objections before paused work resumes; longer after throttling, which ends before the heat is gone.
 CLEAR_SECONDS = 60.0
-"""How long all must be well before paused work resumes."""
-
 COOLING_SECONDS = 120.0
-"""The same after throttling: the clock comes back before the heat has gone."""
 
 
 class Spent(BaseModel):
-    """The costs of a device on a day of its calendar; joules measured and estimated together, for a cap only."""
+    """A device's seconds and joules on one day; measured and estimated joules together."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -53,17 +51,18 @@ class Spent(BaseModel):
 
 @dataclass(frozen=True)
 class Objection:
-    """Why a device may not work now: the word that its coordinator is told, and a sentence that stays on the device."""
+    """Why a device may not work now. reason: for the coordinator; text: only for the user."""
 
     reason: PauseReason
     text: str
 
 
-@cache  # looking through the installed packages takes milliseconds, and the watch looks every few seconds
+# Cached, because searching the installed packages takes milliseconds.
+@cache
 def installed_conditions() -> tuple[Callable[..., Objection | None], ...]:
-    """Return the conditions that other packages register under ``sparrow.device_conditions``, by name.
+    """Return the functions that packages register under ``sparrow.device_conditions``.
 
-    Each is called with the ``Conditions`` and ``working``, and returns an objection or None.
+    Each takes the ``Conditions`` and ``working``, and returns an objection or None.
     """
     found = installed("sparrow.device_conditions").values()
     return tuple(load(entry, MissingPart, what="device condition") for entry in found)
@@ -72,9 +71,9 @@ def installed_conditions() -> tuple[Callable[..., Objection | None], ...]:
 def judge(
     policy: Policy, conditions: Conditions, *, working: bool, now: datetime, spent: Spent | None = None
 ) -> list[Objection]:
-    """Return the objections of ``policy``, the most pressing first; empty if the device may work.
+    """Return the objections of ``policy``, most urgent first; empty if the device may work.
 
-    working: whether work goes on, and has to stop, or is to begin: the limits differ. now: local time.
+    working: whether work is running; limits differ for starting and continuing. now: local time.
     """
     found = [
         *_judge_board(policy, conditions, working),
@@ -83,17 +82,16 @@ def judge(
         *_judge_space(policy, conditions, working),
     ]
     if policy.hours is not None and conditions.clock_synchronised.value != 0 and not policy.within_hours(now):
-        found.append(Objection(PauseReason.hours, f"it is {now:%H:%M}, work is for {policy.hours}"))
+        found.append(Objection(PauseReason.hours, f"it is {now:%H:%M}, the working hours are {policy.hours}"))
     found += _judge_spending(policy, spent, now)
     others = (condition(conditions, working=working) for condition in installed_conditions())
     return found + [objection for objection in others if objection is not None]
 
 
 def _judge_board(policy: Policy, conditions: Conditions, working: bool) -> Iterator[Objection]:
-    """Yield objections to the supply's voltage, to heat, and to throttling."""
     if policy.not_under_voltage and conditions.under_voltage.value:
-        yield Objection(PauseReason.power, "the supply's voltage is too low: use another supply or cable")
-    for reading, pause, resume, what in (
+        yield Objection(PauseReason.power, "the supply voltage is too low; use another supply or cable")
+    for reading, pause, resume, part in (
         (conditions.temperature, policy.pause_celsius, policy.resume_celsius, "the chip"),
         (conditions.battery_temperature, policy.battery_pause_celsius, policy.battery_resume_celsius, "the battery"),
     ):
@@ -101,7 +99,7 @@ def _judge_board(policy: Policy, conditions: Conditions, working: bool) -> Itera
         if highest is None or reading.value is None:
             continue
         if reading.value >= highest if working else reading.value > highest:
-            yield Objection(PauseReason.heat, f"{what} is at {reading.value:.0f} °C, the limit is {highest:g}")
+            yield Objection(PauseReason.heat, f"{part} is at {reading.value:.0f} °C, the limit is {highest:g}")
     if policy.not_throttled and conditions.throttled.value:
         yield Objection(PauseReason.throttled, "the chip is throttled")
 
@@ -111,22 +109,21 @@ def _judge_battery(policy: Policy, conditions: Conditions, working: bool) -> Ite
     charged = policy.battery_instead is not None and level is not None and level >= policy.battery_instead
     if policy.on_mains and not conditions.on_mains.value and not charged:
         known = "it runs on its battery" if conditions.on_mains.value is not None else _unknown(conditions.on_mains)
-        yield Objection(PauseReason.charging, f"external power is asked for: {known}")
+        yield Objection(PauseReason.charging, f"the policy requires external power: {known}")
     lowest = policy.battery_stop if working else (policy.battery_start or policy.battery_stop)
     if lowest is None or conditions.battery.reason is Reason.ABSENT:
         return
     if level is None:
-        yield Objection(PauseReason.battery, f"the battery's level: {_unknown(conditions.battery)}")
+        yield Objection(PauseReason.battery, f"the battery level {_unknown(conditions.battery)}")
     elif level < lowest:
-        yield Objection(PauseReason.battery, f"the battery is at {level:.0f} %, {lowest:g} are asked for")
+        yield Objection(PauseReason.battery, f"the battery is at {level:.0f} %, the policy requires {lowest:g} %")
 
 
 def _judge_others(policy: Policy, conditions: Conditions) -> Iterator[Objection]:
-    """Yield objections to a metered network, and to other programs."""
     metered = conditions.metered.value
     if policy.unmetered and (metered or (metered is None and policy.unknown_is_metered)):
         known = "it is metered" if metered else _unknown(conditions.metered)
-        yield Objection(PauseReason.network, f"an unmetered network is asked for: {known}")
+        yield Objection(PauseReason.network, f"the policy requires an unmetered network: {known}")
     load = conditions.load_by_others.value
     if policy.load_by_others is not None and load is not None and load > policy.load_by_others:
         yield Objection(
@@ -140,19 +137,21 @@ def _judge_space(policy: Policy, conditions: Conditions, working: bool) -> list[
     if policy.free_memory_mib is not None:
         free = conditions.free_memory.value
         if free is None:
-            found.append(Objection(PauseReason.memory, f"free memory: {_unknown(conditions.free_memory)}"))
-        # What work holds is not free while it goes on: then only the last of it is asked for.
+            found.append(Objection(PauseReason.memory, f"the free memory {_unknown(conditions.free_memory)}"))
+        # Running work itself takes memory: half of the limit must stay free.
         elif free < policy.free_memory_mib * MIB * (0.5 if working else 1):
             found.append(
                 Objection(
-                    PauseReason.memory, f"{free / MIB:,.0f} MiB of memory are free, of {policy.free_memory_mib:,.0f}"
+                    PauseReason.memory,
+                    f"{free / MIB:,.0f} MiB of memory are free, the limit is {policy.free_memory_mib:,.0f}",
                 )
             )
     free = conditions.free_storage.value
     if policy.free_storage_mib is not None and free is not None and free < policy.free_storage_mib * MIB:
         found.append(
             Objection(
-                PauseReason.storage, f"{free / MIB:,.0f} MiB of storage are free, of {policy.free_storage_mib:,.0f}"
+                PauseReason.storage,
+                f"{free / MIB:,.0f} MiB of storage are free, the limit is {policy.free_storage_mib:,.0f}",
             )
         )
     return found
@@ -177,10 +176,10 @@ def _local_time() -> datetime:
 
 
 class Watchdog:
-    """Holds a device to its policy: says whether it may work, pauses work between batches, and counts what it spends.
+    """Decides whether a device may work, and counts its daily spending.
 
-    read: gives the conditions now; what it costs is its own business. clock, local_time and sleep are injected by
-    tests. keep: told what has been spent, to be handed in again as ``spent`` after a restart.
+    read: returns the conditions. say: called with messages for the user. keep: stores the spending, which becomes
+    ``spent`` after a restart. ``hot``: it paused for heat or throttling since this was last reset.
     """
 
     def __init__(
@@ -205,21 +204,21 @@ class Watchdog:
         self._keep = keep
         self._looked = -float("inf")
         self._bad = 0
-        self._clear_since: float | None = -float("inf")  # a device that starts need not wait a minute
+        # A starting device need not wait.
+        self._clear_since: float | None = -float("inf")
         self._clear_seconds = 0.0
         self._paused: Objection | None = None
         self._working = False
         self._blind = False
         self.hot = False
-        """Whether it has paused for heat or throttling since this was last taken back: its budget is too large."""
 
     @property
     def duty(self) -> float:
-        """Share of the time that work may compute now."""
+        """Current share of the time that work may compute."""
         return min(self.policy.duty, self.policy.blind_duty) if self._blind else self.policy.duty
 
     def look(self) -> PauseReason | None:
-        """Why the device may not work now, or None; reads the conditions at most every ``LOOK_SECONDS``."""
+        """Return why the device may not work now, or None; read the conditions at most every ``LOOK_SECONDS``."""
         now = self.clock()
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
@@ -227,7 +226,7 @@ class Watchdog:
         return self._paused.reason if self._paused else None
 
     def earliest(self) -> float:
-        """Return the seconds of the clock before which paused work cannot resume, whatever comes."""
+        """Return the earliest time, on the clock, at which paused work can resume."""
         now = self.clock()
         if self._paused is None:
             return now
@@ -239,7 +238,7 @@ class Watchdog:
         objections = judge(self.policy, conditions, working=self._working, now=self._local_time(), spent=self.spent)
         if self._working:
             self._bad = self._bad + 1 if objections else 0
-            # A falling voltage may end the machine at any moment: no second look.
+            # A falling voltage may stop the machine at any moment: do not wait for a second reading.
             if objections and (self._bad >= BAD_LOOKS or objections[0].reason is PauseReason.power):
                 self._pause(objections[0])
             return
@@ -252,17 +251,21 @@ class Watchdog:
             self._clear_since = now
         if now - self._clear_since >= self._clear_seconds:
             if self._paused is not None:
-                self.say("all clear: working again")
-            self._paused, self._working, self._bad = None, True, 0
+                self.say("all conditions are met: working again")
+            self._paused = None
+            self._working = True
+            self._bad = 0
 
     def _pause(self, objection: Objection) -> None:
         self.say(f"paused: {objection.text}")
-        self._paused, self._working, self._clear_since = objection, False, None
+        self._paused = objection
+        self._working = False
+        self._clear_since = None
         self._clear_seconds = COOLING_SECONDS if objection.reason is PauseReason.throttled else CLEAR_SECONDS
         self.hot = self.hot or objection.reason in (PauseReason.heat, PauseReason.throttled)
 
     def count(self, seconds: float, joules: float | None) -> None:
-        """Add what work has taken to what is spent today."""
+        """Add to today's spending."""
         today = self._local_time().date()
         before = self.spent if self.spent is not None and self.spent.day == today else Spent(day=today)
         self.spent = Spent(day=today, seconds=before.seconds + seconds, joules=before.joules + (joules or 0.0))
@@ -270,7 +273,7 @@ class Watchdog:
 
 
 class Paused(SdkError):
-    """Work cannot be finished in time; it is handed back for ``reason``."""
+    """Work cannot be finished in time and is returned for ``reason``."""
 
     def __init__(self, reason: PauseReason) -> None:
         super().__init__(reason.value)
@@ -278,10 +281,10 @@ class Paused(SdkError):
 
 
 class WatchedWork:
-    """One piece of work under a watchdog: pauses it between its steps, and gives it up where it would come too late.
+    """Work under a watchdog, which pauses it between steps and gives it up if it would be late.
 
-    deadline: seconds of the watchdog's clock by which the answer must be there, with ``reserve`` to send it;
-    None for work that nobody waits for. on_pause: told how long a pause was, in seconds.
+    deadline: on the watchdog's clock, including ``reserve`` seconds to send the answer; None: no deadline. on_pause:
+    called with the seconds of each pause.
     """
 
     def __init__(
@@ -299,7 +302,7 @@ class WatchedWork:
         self._paused = 0.0
 
     def after_step(self, done: int, total: int) -> None:
-        """Rest or wait as the watchdog has it, after ``done`` steps of ``total``. Raises Paused."""
+        """Rest or pause after ``done`` steps of ``total``. Raises Paused."""
         watchdog = self._watchdog
         if done >= total:
             return
@@ -311,7 +314,8 @@ class WatchedWork:
         self._stepped = watchdog.clock()
 
     def _wait(self, done: int, total: int) -> None:
-        watchdog, begin = self._watchdog, self._watchdog.clock()
+        watchdog = self._watchdog
+        begin = watchdog.clock()
         per_step = (begin - self._began - self._paused) / done
         try:
             while (reason := watchdog.look()) is not None:
@@ -327,7 +331,7 @@ class WatchedWork:
 
 
 def read_spent(data: bytes | None) -> Spent | None:
-    """Return the stored spending of a day; None if it cannot be read."""
+    """Return the stored spending; None if it cannot be read."""
     try:
         return None if data is None else Spent.model_validate_json(data)
     except ValidationError:

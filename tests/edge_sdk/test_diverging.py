@@ -46,7 +46,7 @@ def test_causes_are_named_in_order_with_the_measured_spread():
 
 def test_an_ordinary_scale_is_not_blamed():
     error = TrainingDiverged("the loss is nan")
-    assert "hardly the scale" in diagnose(error, SETTINGS, batches(1.0))
+    assert "probably not the scale" in diagnose(error, SETTINGS, batches(1.0))
     assert "standardise" in diagnose(error, SETTINGS, batches(0.001))
     assert "0.25" in diagnose(error, SETTINGS, batches(1.0))
     assert "clip of 5" in diagnose(error, SETTINGS.model_copy(update={"clip": 5.0}), batches(1.0))

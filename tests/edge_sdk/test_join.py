@@ -97,7 +97,7 @@ def test_totals_never_blend_measured_and_estimated_joules():
 def test_the_summary_says_which_model_all_devices_have_chosen(taken):
     first = join.report(result(rounds=3, best_round=3, global_share=0.5, taken=taken), "none").splitlines()[0]
     assert TAKEN[taken] in first
-    assert "all devices chose together" in first
+    assert "chosen by all devices together" in first
     assert "best in round" not in first
     own = join.report(result(rounds=3, best_round=3, global_share=0.5), "none").splitlines()[0]
     assert "best in round 3 with 50% of the global model in it" in own
@@ -148,9 +148,9 @@ def test_onnx_runtime_trains_where_federation_and_method_allow_it_and_no_gpu_is_
 def test_where_pytorch_is_needed_what_is_missing_is_said(monkeypatch, given, why):
     with pytest.raises(CannotTrain, match=f"{why}: join with --engine torch"):
         engine_of("onnx", **given)
-    with pytest.raises(BadArgument, match=f"the task has no model, which is needed, because {why}: give one"):
+    with pytest.raises(BadArgument, match=f"the task needs a model, because {why}; give one"):
         engine_of(model=False, **given)
-    with pytest.raises(BadArgument, match="no model, which PyTorch trains: give one, or --engine onnx"):
+    with pytest.raises(BadArgument, match="the task has no model for PyTorch to train; give one, or --engine onnx"):
         engine_of("torch", model=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(CannotTrain, match=f"{why}, and this device cannot train, because PyTorch is not .*pip install"):
@@ -169,7 +169,7 @@ def test_a_device_without_onnx_runtime_trains_with_pytorch(monkeypatch):
     [
         (["--policy", "none.toml"], "give --policy a TOML file, auto or none"),
         (["--policy", "none", "--limit", "pause=70"], "pause: there is no such setting; there are on_mains"),
-        (["--policy", "none", "--limit", "hours=night"], "is not a part of a day; give 22:00-07:00"),
+        (["--policy", "none", "--limit", "hours=night"], "is not a time of day; give hours such as 22:00-07:00"),
     ],
 )
 def test_a_policy_that_means_nothing_is_refused_before_anything_else(more, said, capsys):
@@ -186,7 +186,7 @@ def test_a_name_that_no_device_can_have_is_refused_before_anything_is_made(tmp_p
     state = tmp_path / "state"
     command = ["--server", "http://127.0.0.1:9", "--device-name", "pi kitchen", "--state-dir", str(state)]
     assert join.main(command) == Exit.USAGE
-    assert "choose another --device-name" in capsys.readouterr().err
+    assert "give a --device-name of up to 64 letters" in capsys.readouterr().err
     assert not state.exists()
 
 
@@ -346,7 +346,7 @@ def test_the_training_step_is_downloaded_once_and_again_where_it_was_damaged(spo
 def test_a_training_step_that_is_not_the_manifests_is_neither_used_nor_kept(spoiling, session):
     spoiling.end, spoiling.times = "step.onnx", 1
     spoiling.spoil = lambda answer: httpx.Response(200, content=load_builtin("mnist").graphs["step"])
-    with pytest.raises(GraphError, match="the step that came has the SHA-256 "):
+    with pytest.raises(GraphError, match="the downloaded step has the SHA-256 "):
         session.graphs  # noqa: B018
     assert session.folder.cached("step.onnx") is None
     assert session.graphs is not None

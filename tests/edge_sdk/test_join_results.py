@@ -62,7 +62,7 @@ def exploding() -> Task:
         ({"federation": "a/b"}, "cannot be a federation's name"),
         ({"name": ""}, "cannot be a device's name"),
         ({"task": nn.Linear(1, 1)}, "task is a Linear; give a Task"),
-        ({"task": lambda info: None}, "returns a NoneType; have it return a Task"),
+        ({"task": lambda info: None}, "returns a NoneType; return a Task"),
     ],
 )
 def test_an_argument_that_cannot_work_is_named(client, tmp_path, wrong, said):
@@ -97,7 +97,7 @@ def test_a_device_whose_rounds_all_fail_ends_with_the_reason(client, tmp_path, m
     publish(inprocess.ADDRESS, "default", exploding(), client=client, rounds=50, min_devices=1)
     where = {"client": client, "name": "pi", "state_dir": tmp_path / "state", "options": ALONE}
     with pytest.raises(
-        NothingTrained, match=rf"pi has trained nothing: {FAILURES} times in a row: the loss is nan .*lower"
+        NothingTrained, match=rf"pi has trained nothing: {FAILURES} rounds in a row failed: the loss is nan .*lower"
     ):
         join(inprocess.ADDRESS, exploding(), quiet=True, **where)
     records = client.get("/v1/federations/default/rounds").json()
@@ -107,7 +107,7 @@ def test_a_device_whose_rounds_all_fail_ends_with_the_reason(client, tmp_path, m
 def test_a_device_that_comes_to_the_end_of_a_failed_federation_says_so(client, tmp_path):
     publish(inprocess.ADDRESS, "default", exploding(), client=client, rounds=1, min_devices=1, finetune_epochs=1)
     where = {"client": client, "name": "pi", "state_dir": tmp_path / "state", "options": ALONE}
-    with pytest.raises(NothingTrained, match="pi has trained nothing: its last try ended so: the loss"):
+    with pytest.raises(NothingTrained, match="pi has trained nothing: the last round failed: the loss"):
         join(inprocess.ADDRESS, exploding(), quiet=True, **where)
 
 

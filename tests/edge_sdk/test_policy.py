@@ -163,10 +163,10 @@ def test_a_file_and_flags_change_single_limits(tmp_path):
             "pause_celcius: there is no such setting (did you mean pause_celsius?); there are on_mains,",
         ),
         ("pause_celsius = 'hot'", "pause_celsius: hot cannot work; give a number"),
-        ("hours = 'night'", "'night' is not a part of a day; give 22:00-07:00"),
-        ("hours = '25:00-26:00'", "is not a part of a day"),
+        ("hours = 'night'", "'night' is not a time of day; give hours such as 22:00-07:00"),
+        ("hours = '25:00-26:00'", "is not a time of day"),
         ("battery_start = 20\nbattery_stop = 40", "battery_stop is 40, above battery_start, 20"),
-        ("on_mains", "write a policy as KEY = VALUE lines"),
+        ("on_mains", "write KEY = VALUE lines"),
     ],
 )
 def test_a_file_that_means_nothing_is_refused_with_what_would(tmp_path, text, said):
@@ -230,7 +230,7 @@ def test_a_device_that_is_well_works_at_once_and_one_that_is_not_waits_a_minute(
     assert device.look(temperature=60.0) is PauseReason.heat
     assert device.look(CLEAR_SECONDS - 1) is PauseReason.heat
     assert device.look() is None
-    assert device.said == ["paused: the chip is at 75 °C, the limit is 70", "all clear: working again"]
+    assert device.said == ["paused: the chip is at 75 °C, the limit is 70", "all conditions are met: working again"]
 
 
 def test_one_bad_look_is_chance_and_two_in_a_row_pause():

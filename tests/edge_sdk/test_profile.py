@@ -325,7 +325,7 @@ def test_without_a_budget_a_device_takes_the_largest_that_fits(client, large, ne
     )
     assert 0.2 <= found.budget < 1
     assert found.choice.limited_by is BudgetLimit.memory
-    assert "the next larger one has too little memory" in str(found.choice)
+    assert "memory does not suffice for the next larger one" in str(found.choice)
     (device,) = [each for each in client.get("/v1/federations/f/devices").json() if each["name"] == "auto"]
     assert (device["budget"], device["limited_by"]) == (found.budget, "memory")
 
@@ -346,7 +346,7 @@ def test_where_no_budget_fits_it_says_what_else_helps(client, large, needs, engi
 
 def test_where_evaluating_takes_too_much_smaller_batches_would_not_help(client, large, engine, tmp_path):
     said = _refused(client, large, tmp_path / "pi", engine=engine, memory_limit=MIB)
-    assert "no budget fits, because evaluating the model on 8 samples at once takes more by itself" in said
+    assert "no budget fits, because even evaluating the model on 8 samples at once needs more" in said
 
 
 def test_where_there_is_plenty_nothing_is_tried(client, large, engine, tmp_path, monkeypatch):

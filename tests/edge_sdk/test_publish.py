@@ -239,7 +239,7 @@ def test_a_step_that_cannot_be_compiled_is_left_out_and_why_is_said(
     data = [(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))]
     publish(inprocess.ADDRESS, "own", Task("mine", model, F.cross_entropy, data, data), client=client)
     (line,) = said_by_publish(caplog)
-    assert "mine is published without its training step, so that devices need PyTorch: " in line
+    assert "mine is published without its training step, so devices need PyTorch: " in line
     assert reason in line
     assert "\n" not in line
     assert list(Manifest.model_validate_json(client.get("/v1/federations/own/manifest").content).graphs) == ["skeleton"]

@@ -238,7 +238,7 @@ def test_one_assignment_without_masks_is_refused(federate):
         settings=lambda settings: {**settings, "secure": False, "secure_metrics": None}
     )
     failed = federation.play()
-    assert "asks for an update without masks (secure=false), and this federation is secure" in failed["d0"]
+    assert "asks for an unmasked update (secure=false) in a secure federation" in failed["d0"]
     assert federation.updates()["d0"] == []
 
 

@@ -117,7 +117,7 @@ def test_an_identity_is_made_once_and_is_nobody_elses_business(folder):
     [
         (("f", "uid", "other"), "belongs to pi in f, not to other in f; use another --state-dir"),
         (("g", "uid", "pi"), "belongs to pi in f, not to pi in g"),
-        (("f", "new", "pi"), "of before this one was set up anew; use another --state-dir"),
+        (("f", "new", "pi"), "created before this one was reset; use another --state-dir"),
     ],
 )
 def test_a_folder_belongs_to_one_device(folder, whose, said):
@@ -147,7 +147,7 @@ def test_a_truncated_model_is_told_with_advice(folder, small, keep):
     folder.save(small, personal(small), Progress())
     path = folder.path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(StateError, match=r"model\.safetensors is damaged .*; move it away to start this device anew"):
+    with pytest.raises(StateError, match=r"model\.safetensors is damaged .*; move it away to start this device again"):
         folder.load(small)
 
 
@@ -169,10 +169,10 @@ def test_the_outbox_gives_back_what_was_laid_out(folder):
 def test_an_outbox_of_another_update_is_not_sent(folder):
     first = folder.put_outbox("a", Kind.train, b"first")
     folder.put_outbox("b", Kind.evaluate, b"second")
-    with pytest.raises(StateError, match=r"outbox\.bundle is not the update it should be; use another --state-dir"):
+    with pytest.raises(StateError, match=r"outbox\.bundle is missing or damaged; use another --state-dir"):
         folder.outbox(first)
     (folder.path / "outbox.bundle").unlink()
-    with pytest.raises(StateError, match="is not the update it should be"):
+    with pytest.raises(StateError, match="is missing or damaged"):
         folder.outbox(first)
 
 
@@ -412,7 +412,7 @@ def test_what_was_damaged_is_neither_trained_from_nor_sent(folder, small, damage
         whole = path.read_bytes()
         path.unlink()  # the best one is the model's second name
         path.write_bytes(damage(whole))
-        with pytest.raises(StateError, match=rf"{name} (is damaged|cannot be read|is not the update)"):
+        with pytest.raises(StateError, match=rf"{name} (is damaged|cannot be read|is missing or damaged)"):
             use()
         path.write_bytes(whole)
         use()

@@ -27,9 +27,9 @@ def test_this_device_can_train():
 @pytest.mark.parametrize(
     ("python", "told"),
     [
-        ({"pointer_bytes": 4, "platform": "linux-armv7l"}, "its Python is one of 32 bits (linux-armv7l)"),
+        ({"pointer_bytes": 4, "platform": "linux-armv7l"}, "its Python has 32 bits (linux-armv7l)"),
         # Raspberry Pi OS for 32 bits on a Pi 4: the kernel's word size is not what decides
-        ({"pointer_bytes": 4, "platform": "linux-aarch64"}, "its Python is one of 32 bits (linux-aarch64)"),
+        ({"pointer_bytes": 4, "platform": "linux-aarch64"}, "its Python has 32 bits (linux-aarch64)"),
         ({"module": "no_such_torch"}, "PyTorch is not installed"),
     ],
 )

@@ -391,7 +391,7 @@ def test_a_damaged_download_is_repeated_from_its_beginning():
 @pytest.mark.parametrize("wrong", [BODY[:-1], BODY + b"x", b"", BODY[::-1]])
 def test_a_download_that_never_matches_is_reported_with_advice(wrong):
     network = Network(lambda request: httpx.Response(200, content=wrong, headers={"ETag": ETAG}))
-    with pytest.raises(Damaged, match="three times and never matched its digest; look at proxies"):
+    with pytest.raises(Damaged, match="three times and never matched its digest; check proxies"):
         network.transport.payload("a", PAYLOAD)
     assert len(network.requests) == 3
 

@@ -489,7 +489,7 @@ def test_a_coordinator_without_room_says_so_itself(fails, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("join", "the same command goes on where this device was"),
+        ("join", "run the same command to resume"),
         ("fleet", "state was in memory and is lost"),
     ],
 )

@@ -101,7 +101,7 @@ def test_a_device_that_grows_hot_pauses_between_batches_resumes_and_finishes(coo
     hot = federation("a", after={20: {"temperature": 80.0}, 60: {"temperature": 65.0}})
     other = federation("b")
     play(hot, other)
-    assert hot.said == ["paused: the chip is at 80 °C, the limit is 78", "all clear: working again"]
+    assert hot.said == ["paused: the chip is at 80 °C, the limit is 78", "all conditions are met: working again"]
     first, second = coordinator.rounds(NAME)
     for record in (first, second):
         assert (record["updates"], record["handed_back"], record["expired"]) == (2, 0, 0)

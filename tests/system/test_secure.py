@@ -54,7 +54,7 @@ def test_devices_that_know_one_another_take_part_with_nobody_else(nursery, tmp_p
         assert "line 1: write a device's name and its identity key" in refused.output
         refused = start("x4", "--require-secure", federation="plain")
         assert refused.wait() != 0
-        assert "is no secure federation, and this device sends updates under masks alone" in refused.output
+        assert "is not a secure federation, and this device sends only masked updates" in refused.output
 
         known = tmp_path / "known"
         known.write_text("# nobody yet")
@@ -64,7 +64,7 @@ def test_devices_that_know_one_another_take_part_with_nobody_else(nursery, tmp_p
         for each in others:
             assert each.wait() == 0, each.output
         alone.wait()
-        assert "d1, d2, d3, d4: not among the known devices" in alone.output
+        assert "d1, d2, d3, d4: not in --known-devices" in alone.output
         (record,) = coordinator.rounds("f")
         assert record["updates"] in (0, 4)
 

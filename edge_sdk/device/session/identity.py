@@ -1,7 +1,7 @@
 """A device's place in its federation: name, keys and token.
 
-A new token is kept before it is used, so that there is a good one on disk at any time; and the old one until it was
-used, because a coordinator that resumes from a backup knows only that.
+A new token is stored before its first use, so that the disk always has a valid one. The old token is stored until then,
+because a coordinator restored from a backup may know only that.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from .options import Device, SessionOptions
 
 
 class Identified:
-    """A device that the coordinator knows, or will know. Raises StateError, Refused, Unreachable."""
+    """A device with a name, keys and possibly a token. Raises StateError, Refused, Unreachable."""
 
     def __init__(self, device: Device, options: SessionOptions) -> None:
-        transport, folder, federation = device.transport, device.folder, device.federation
+        transport = device.transport
+        folder = device.folder
+        federation = device.federation
         self.transport = transport
         self.folder = folder
         self._options = options
@@ -53,8 +55,8 @@ class Identified:
             self.identity = self._settle_token(self.identity)
 
     def _settle_token(self, identity: Identity) -> Identity:
-        """Use a new token for the first time, or go on with the old one where it is refused."""
-        assert identity.device_id is not None, "there is no token without"
+        """Use a new token for the first time; return to the old one if it is refused."""
+        assert identity.device_id is not None, "a token comes with a device id"
         token = self.transport.token = identity.token
         try:
             self.transport.change_device(identity.device_id, ChangeDevice())
@@ -69,13 +71,15 @@ class Identified:
             self.transport.change_device(self.identity.device_id, change)
 
     def _public_identity(self) -> str | None:
-        """Return the key by which others know this device in secure rounds. Raises CannotTrain without a library, and
-        where the device sends updates under masks alone, and the federation has none."""
+        """Return the public key for secure rounds; None in other federations.
+
+        Raises CannotTrain without the cryptography library, or if the device demands a secure federation.
+        """
         if not self.info.settings.secure:
             if self._options.demands.secure is not None:
                 raise CannotTrain(
-                    f"{self._federation} is no secure federation, and this device sends updates under masks alone "
-                    f"(require_secure); ask its operator for one with secure=true"
+                    f"{self._federation} is not a secure federation, and this device sends only masked updates "
+                    f"(--require-secure); ask its operator for one with secure=true"
                 )
             return None
         if find_spec("cryptography") is None:
@@ -86,5 +90,5 @@ class Identified:
 
     @property
     def identity_key(self) -> str | None:
-        """The public key by which others know this device in secure rounds; None in a federation without any."""
+        """The public key of this device in secure rounds; None in other federations."""
         return self._public_identity() if self.info.settings.secure else None

@@ -34,7 +34,8 @@ class Judging(Learning):
         super().__init__(device, options)
         self.personal, self.progress = self.folder.load(self.manifest)
         check_history(options.local_noise, self.progress, self.folder.path)
-        self._personal_is: Best | None = None  # the personal model in memory is this; another best one is only on disk
+        # Set if the personal model in memory is also the best one; any other best one is only on disk.
+        self._personal_is: Best | None = None
         self._moved_before = self.progress.everything
         self._as_new = {} if self.personal is not None else self._never_sent()
 
@@ -43,11 +44,12 @@ class Judging(Learning):
         super()._take_new_version()
         if self.manifest.preparation_sha256 != before:
             self.personal, self.progress = self.folder.load(self.manifest)
-            self._personal_is, self._as_new = None, self._never_sent()
+            self._personal_is = None
+            self._as_new = self._never_sent()
 
     @property
     def moved(self) -> Moved:
-        """Bytes of all HTTP bodies of this device so far: training, evaluation, and what is around them."""
+        """Bytes of all HTTP bodies of this device so far."""
         traffic = self.transport.traffic
         return self._moved_before.plus(traffic.down, traffic.up, traffic.frozen)
 
@@ -57,8 +59,7 @@ class Judging(Learning):
 
     @property
     def best(self) -> Tensors | None:
-        """The personal model to use: the best of all rounds on validation data where the federation asks for it and the
-        method can tell, or else the last one. None where there is none yet."""
+        """The personal model to use: the best on validation data if it is tracked, else the last one, if any."""
         best = self.progress.best
         if best is None:
             return self.personal
@@ -72,18 +73,20 @@ class Judging(Learning):
         return found
 
     def _judge_first(self, job: Job) -> dict[str, Any]:
-        """Return the changes to progress that say how good the model is as first received, before any local training:
-        where a part of it has come, of the narrow network that this is; and where nothing has, of the model that the
-        device has. Nothing where that is known."""
+        """Evaluate the model before any local training, and return the changes to progress; empty if already known.
+
+        A partial payload is evaluated as a narrow network; without a payload, the device's own model is evaluated.
+        """
         if self.progress.rounds or self.progress.accuracy_before is not None:
             return {}
         tensors = self.engine.read() if self.personal is None else dict(self.personal)
         if job.received is None or self.manifest.outputs:
-            pass  # nothing of a model has come
+            # No model was received.
+            pass
         elif is_whole(self.manifest, job.received):
             tensors |= whole_model(self.manifest, job.received)
         else:
-            # Zeroed anew, for what was in the shared tensors is none of this federation's.
+            # The present shared values are not the federation's.
             tensors |= {spec.name: np.zeros(spec.shape, np.float32) for spec in self.manifest.shared}
             merge_in_place(self.manifest, tensors, job.received.values, job.received.mask)
         try:
@@ -91,8 +94,8 @@ class Judging(Learning):
         except TrainingDiverged:
             raise UnsoundModel(
                 "the model received gives no finite loss on this device's held-out data, before any training",
-                "see whether the data are scaled as the task expects; if they are, the operator can go back to an "
-                "older model, and bound what one device moves (update_clip)",
+                "check that the data are scaled as the task expects; if they are, ask the operator to go back to an "
+                "older model, and to bound each device's update (update_clip)",
             ) from None
         return {"accuracy_before": held_out.accuracy, "validation_before": validation}
 
@@ -101,8 +104,9 @@ class Judging(Learning):
         return self._method.picks_best and self.info.settings.keeps_best
 
     def _find_best(self, job: Job, trained: Trained) -> Best | None:
-        """Return the best personal model after a round: the round's own unless its validation data speak against it."""
-        state, before = trained.state, self.progress.best
+        """Return the best personal model after a round: the new one, unless it is worse on validation data."""
+        state = trained.state
+        before = self.progress.best
         if state.personal is None or not self._keeps_best:
             return before
         found = trained.personal_validation or self._validate(state.personal)
@@ -121,9 +125,9 @@ class Judging(Learning):
         )
 
     def _judge_best_again(self) -> None:
-        """Judge the best personal model again if the federation's model was replaced since, or the validation data.
+        """Evaluate the best personal model again if the federation's model or the validation data were replaced.
 
-        On new data the last round's model takes its place, if it is better there.
+        On new data, the last round's model replaces it if it is better.
         """
         best = self.progress.best
         if best is None or (best.manifest, best.data) == (self.manifest.digest, self._data):
@@ -131,14 +135,15 @@ class Judging(Learning):
         tensors = self.best
         if tensors is None:
             return
-        found, changed = self._validate_sound(tensors), dict[str, object]()
+        found = self._validate_sound(tensors)
+        changed = dict[str, object]()
         choice = None if found is None else self._judged_now(best, best.round, found)
         if best.data != self._data:
             new = NewData(round=best.round, before=best.validation, after=found)
             changed = {"new_data": new, "accuracy_before": None, "validation_before": None, "validation_global": None}
             last = None if self.personal is None or self.personal is tensors else self._validate_sound(self.personal)
             if last is not None and (found is None or last.loss < found.loss):
-                assert self.personal is not None, "it was judged"
+                assert self.personal is not None, "it was evaluated"
                 choice = self._judged_now(Best(round=0, validation=last, lowest_loss=0), self.progress.last_round, last)
                 self.progress = self.progress.model_copy(update={"best": choice})
                 self.folder.save_best(self.manifest, self.personal, self.progress)
@@ -148,21 +153,22 @@ class Judging(Learning):
         self._save_progress(best=choice, **changed)
 
     def _judged_now(self, best: Best, number: int, found: Evaluation) -> Best:
-        """Return the best model, of round ``number``, as it is judged now."""
+        """Return ``best`` with round ``number`` and a new evaluation."""
         now = {"validation": found, "lowest_loss": found.loss, "manifest": self.manifest.digest, "data": self._data}
         return best.model_copy(update={"round": number, **now})
 
     def _validate_sound(self, tensors: Tensors) -> Evaluation | None:
-        """Return a model on validation data; None if its loss is not finite."""
+        """Evaluate a model on validation data; None if its loss is not finite."""
         try:
             return self._validate(tensors)
         except TrainingDiverged:
             return None
 
     def _mix_with_global(self, job: Job) -> Ending:
-        """Keep a mixture of the personal model and the finished global one as the best model, where validation data
-        speak for it: what a small budget has never trained is then the others'. With ``finetune_epochs`` one of them
-        is also trained once more, within the budget."""
+        """At the end, keep a mixture of the personal and the global model if it is better on validation data.
+
+        With ``finetune_epochs``, also try one that is trained once more, within the budget.
+        """
         if not job.assignment.plan.get("finished") or not self._method.mixes_global:
             return Ending()
         if job.received is None or self.personal is None or self.progress.best is None:
@@ -177,15 +183,15 @@ class Judging(Learning):
         try:
             tensors, flops = self._method.finish(job, mixed(self.personal, received, SHARE))
         except TrainingDiverged as error:
-            log.warning("training once more at the end failed: %s", error)
+            log.warning("the final fine-tuning failed: %s", error)
             return Ending()
         self._keep_if_better(job, tensors, SHARE)
         return Ending(flops)
 
     def _take_by_evidence(self, job: Job) -> Ending:
-        """Keep as the best model the candidate that this device's and all devices' validation data speak for, and judge
-        all of them on held-out data, which decides nothing."""
-        candidates, pool = Candidates.of(self._method, job), Pool.from_plan(job.assignment.plan)
+        """Keep the candidate preferred by all devices' validation data, and report all candidates on held-out data."""
+        candidates = Candidates.of(self._method, job)
+        pool = Pool.from_plan(job.assignment.plan)
         evidence = candidates.evidence(self.engine, self.task.validation)
         name = choice(pool, evidence, candidates.models)
         ending = Ending(
@@ -197,7 +203,7 @@ class Judging(Learning):
         tensors = candidates.models[name]
         found = self._validate_sound(tensors)
         if found is None:
-            log.warning("the loss of the model to take at the end (%s) is not finite; the best round's stays", name)
+            log.warning("the loss of the chosen final model (%s) is not finite; the best round's model stays", name)
             return replace(ending, taken=None)
         best = self._best_of(job, found, SHARES.get(name, 0.0)).model_copy(update={"taken": name})
         self.progress = self.progress.model_copy(update={"best": best})
@@ -205,17 +211,17 @@ class Judging(Learning):
         return ending
 
     def _keep_if_better(self, job: Job, tensors: Tensors, share: float) -> None:
-        """Keep a model as the best one, where validation data speak for it. share: of the global model in it."""
+        """Keep a model if it is the best on validation data. share: of the global model in it."""
         try:
             found = self._validate(tensors)
-        except TrainingDiverged:  # a model of which nothing can be said is not the best
+        except TrainingDiverged:
             return
         if self.progress.best is None or found.loss < self.progress.best.validation.loss:
             self.progress = self.progress.model_copy(update={"best": self._best_of(job, found, share)})
             self.folder.save_best(self.manifest, tensors, self.progress)
 
     def _validate_global(self, job: Job, evaluated: Evaluated) -> Evaluation | None:
-        """Return the global model on validation data, where it was just judged beside a personal one."""
+        """Evaluate the global model on validation data, if the method just evaluated both models."""
         if evaluated.personal is None or evaluated.global_model is None or not self.info.global_model_usable:
             return None
         if self.task.test is None:
@@ -223,7 +229,7 @@ class Judging(Learning):
         return self._validate(self.engine.read() | whole_model(self.manifest, job.received))
 
     def _judge(self, tensors: Tensors) -> tuple[Evaluation, Evaluation]:
-        """Return a model on held-out and on validation data."""
+        """Evaluate a model on held-out and on validation data."""
         self.engine.load(tensors)
         return evaluate_held_out(self.engine, self.task.validation, self.task.test)
 
@@ -232,6 +238,6 @@ class Judging(Learning):
         return self.engine.evaluate(self.task.validation)
 
     def evaluate(self, tensors: Tensors) -> Evaluation:
-        """Return loss and accuracy of a model on this device's held-out data."""
+        """Evaluate a model on this device's held-out data."""
         self.engine.load(tensors)
         return self.engine.evaluate(self.task.held_out, metrics=True)

@@ -39,20 +39,22 @@ from .options import Device, SessionOptions
 
 log = logging.getLogger(__name__)
 
+# Bytes of validation data that the digest covers.
 MOST_BYTES = 2**28
-"""Of validation data, as many are compared."""
 
 
 class Learning(Identified):
-    """A device that has its federation's model, its own data, and an engine that trains the one on the other.
-
-    Raises the errors that ``errors`` lists; the state folder stays usable.
-    """
+    """A device with its federation's model, its own data and an engine. Raises the errors listed in ``errors``."""
 
     def __init__(self, device: Device, options: SessionOptions) -> None:
         super().__init__(device, options)
-        transport, folder, federation = device.transport, device.folder, device.federation
-        known, engine, prepare, budget = options.known, options.engine, options.prepare, options.budget
+        transport = device.transport
+        folder = device.folder
+        federation = device.federation
+        known = options.known
+        engine = options.engine
+        prepare = options.prepare
+        budget = options.budget
         self._make_task = device.make_task
         self.trust = known.trust if known else Trust(federation, options.demands, folder)
         self.manifest = known.manifest if known else self._load_manifest(self.info)
@@ -61,18 +63,21 @@ class Learning(Identified):
             options.local_noise.check(self._method, self.manifest, self.info.settings)
         self.differences: list[tuple[str, str]] = []
         task = self._load_task()
-        self.frozen, self._first = Tensors(), Tensors()
+        self.frozen = Tensors()
+        self._first = Tensors()
         if known is None:
             share = not options.demands.own_frozen
             self.frozen = load_values("frozen", self.manifest, federation, transport, folder.path, share=share)
             self._first = load_values("first", self.manifest, federation, transport, folder.path)
         # Built-in steps are known by their digests.
         self._step_checked = self.trust.built_in
-        self._own_graphs = False  # the engine trains with them, and is this session's alone
+        # Whether the engine runs published graphs and belongs only to this session.
+        self._own_graphs = False
         self._prepared: Prepared
         self.engine: Engine
         if not isinstance(engine, str):
-            self._prepared, self.engine = Prepared(task, budget), engine
+            self._prepared = Prepared(task, budget)
+            self.engine = engine
         elif choose_engine(engine, task, self.manifest, self.info.method) == "onnx":
             self._own_graphs = True
             self._prepared, self.engine = self._open_onnx(task, prepare, budget)
@@ -89,22 +94,23 @@ class Learning(Identified):
 
     @property
     def budget(self) -> float:
-        """The share of each layer's neurons that this device trains now."""
+        """The current share of each layer's neurons to train."""
         return self._prepared.budget
 
     @property
     def choice(self) -> Choice | None:
-        """The reasons for the budget; None where the user gave it."""
+        """The reasons for the budget; None if the user gave it."""
         return self._prepared.choice
 
     def _load_manifest(self, info: FederationInfo) -> Manifest:
-        """Return the federation's manifest, downloaded once: anew if the one that is there is another.
+        """Return the federation's manifest, downloaded if the stored one differs.
 
-        Raises BadPublication for one that this device does not accept; then everything stays as it was.
+        Raises BadPublication, leaving everything unchanged, if this device does not accept it.
         """
         cached = self.folder.cached(personal.MANIFEST)
         manifest = None
-        with suppress(ValidationError):  # damaged on the disk
+        # Downloaded again if it is damaged.
+        with suppress(ValidationError):
             manifest = Manifest.model_validate_json(cached) if cached else None
         before = manifest
         if manifest is None or manifest.digest != info.manifest_digest:
@@ -113,36 +119,37 @@ class Learning(Identified):
         if manifest is not before:
             prepared_by = manifest.preparation_sha256
             if before and before.tensors_digest == manifest.tensors_digest and before.preparation_sha256 != prepared_by:
-                log.warning("the federation prepares its samples in another way; this device's model starts again")
+                log.warning("the federation's preparation of samples has changed; this device's model starts again")
                 self.folder.forget_model()
             self.folder.cache(personal.MANIFEST, manifest.model_dump_json().encode(), durable=False)
         return manifest
 
     def _load_task(self) -> Task:
-        """Return this device's task, its data prepared as the federation's model takes them."""
+        """Return this device's task, with data prepared for the federation's model."""
         task = self._make_task(self.info, self.manifest)
         if task.prepared is None and not self._options.hosted:
             task = self._prepare(task)
         if self._method.check_data is not None:
             self._method.check_data(task, self.info.settings)
-        if not task.metrics:  # as of a device that brings its data alone
+        # A device with only data uses the federation's metrics.
+        if not task.metrics:
             task = replace(task, metrics=tuple(name for name in self.manifest.metrics if name in METRICS))
         return task
 
     def _prepare(self, task: Task) -> Task:
-        """Run the federation's preparation over a device's raw samples, and keep what they add to it."""
+        """Run the federation's preparation on raw samples, and store this device's own statistics."""
         description = self.manifest.preparation
         statistics: Mapping[str, Array] = {}
         if description is None:
             if task.preparation is not None:
                 raise BadArgument(
-                    f"the task has a preparation, but the federation {self.info.name} was published without one: leave "
+                    f"the task has a preparation, but the federation {self.info.name} was published without one; leave "
                     "preparation out and give prepared samples, or publish the model again (replace=True)"
                 )
             task = take_in(as_taken(task, self.manifest), self.manifest)
         else:
             task = take_in(task, self.manifest)
-            # Here, because ONNX Runtime is imported with it.
+            # Imported here, because it imports ONNX Runtime.
             from ...tasks.prepared import compute_own, differences, load_preparer, prepared, raw_statistics
 
             digest = str(self.manifest.preparation_sha256)
@@ -164,8 +171,7 @@ class Learning(Identified):
 
     @cached_property
     def graphs(self) -> Graphs | None:
-        """The training step and the evaluation of the federation's model, downloaded once and checked; None where it
-        was published without. Raises GraphError for graphs that are not the manifest's, or must not be run."""
+        """The checked graphs of training step and evaluation; None if unpublished. Raises GraphError."""
         found = fetch_graphs(self.manifest, self._graph, self.frozen, self._first)
         if found is None:
             return None
@@ -176,46 +182,55 @@ class Learning(Identified):
         assert self.graphs is not None, "the manifest names them"
         free = available() if self._options.memory_limit is None else self._options.memory_limit - held(PROCESSOR)
         return open_onnx(
-            *(task, self.manifest, self.info, self.graphs, prepare, budget),
+            task,
+            self.manifest,
+            self.info,
+            self.graphs,
+            prepare,
+            budget,
             needs=self._needs,
             free=free,
             trial=not self.trust.built_in,
         )
 
     def _take_new_version(self) -> None:
-        """Go on with a new version of the federation's model, of the same values and of other graphs.
+        """Take a new version of the federation's model, with the same tensors and new graphs.
 
-        Raises ModelReplaced where PyTorch trains, with code of the version before, and for one
-        device of a fleet, whose engine is not its own.
+        Raises ModelReplaced with PyTorch, which has the old code, and in a fleet, whose devices share an engine.
         """
         manifest = self._load_manifest(self.transport.federation(self._federation))
         if manifest.tensors_digest != self.manifest.tensors_digest:
-            raise ManifestError("the federation's model has other values than this device's; join under another name")
+            raise ManifestError("the federation's model has other tensors than this device's; join under another name")
         if not self._own_graphs:
             raise ModelReplaced(
-                f"the model of federation {self.info.name} has a new version, and this device trains the one before: "
-                f"start it again, with the new code where PyTorch trains (--engine onnx needs none)"
+                f"the model of federation {self.info.name} has a new version, and this device trains the old one; "
+                f"start it again, with the new code if PyTorch trains (--engine onnx needs no code)"
             )
-        log.warning("the federation's model has a new version; this device goes on with it")
-        before, self.manifest = self.manifest, manifest
+        log.warning("the federation's model has a new version; this device continues with it")
+        before = self.manifest
+        self.manifest = manifest
         prepares_alike = before.preparation_sha256 == manifest.preparation_sha256
         self.__dict__.pop("graphs", None)
         try:
             task = self.task if prepares_alike else replace(self._load_task(), compute=self.task.compute)
             _, engine = self._open_onnx(task, None, self.budget)
         except SdkError:
-            self.manifest = before  # so that it is tried again
+            # The next assignment tries again.
+            self.manifest = before
             raise
         if prepares_alike:
             engine.load(self.engine.read())
-        self.engine, self.task = engine, task
+        self.engine = engine
+        self.task = task
         self._step_checked = False
-        with suppress(SdkError):  # so that the personal model can be exported later, as in ``join``
+        # Stored for a later export, as in ``join``.
+        with suppress(SdkError):
             self.skeleton()
 
     def _graph(self, name: GraphName) -> bytes:
-        """Return a graph that has the digest in the manifest, downloaded once. Raises GraphError."""
-        file, wanted = personal.graph_file(name), self.manifest.graphs.get(name)
+        """Return the manifest's graph, downloaded once. Raises GraphError."""
+        file = personal.graph_file(name)
+        wanted = self.manifest.graphs.get(name)
         graph = self.folder.cached(file)
         if graph is None or hashlib.sha256(graph).hexdigest() != wanted:
             graph = self.transport.graph(self._federation, name)
@@ -228,19 +243,16 @@ class Learning(Identified):
         self.folder.cache(personal.MEMBERSHIP, membership.model_dump_json(indent=1).encode())
 
     def _never_sent(self) -> Tensors:
-        """Return the tensors of the task's model that no payload holds: a device's own part, local
-        running statistics."""
+        """Return the tensors that no payload contains: a device's own part, local running statistics."""
         shared = {spec.name for spec in self.manifest.shared}
         return {name: tensor for name, tensor in self.engine.read().items() if name not in shared}
 
     def _check_step(self, job: Job) -> None:
-        """Compare the gradients of a published step with its loss, before this device first trains with it.
-
-        Raises ImplausibleStep.
-        """
+        """Before the first training, compare a published step's gradients with its loss. Raises ImplausibleStep."""
         if self._step_checked or not self._own_graphs:
             return
-        from ...engines.engine import OnnxEngine  # here, because PyTorch's engine does without ONNX Runtime
+        # Imported here, because PyTorch's engine needs no ONNX Runtime.
+        from ...engines.engine import OnnxEngine
 
         engine = self.engine
         assert isinstance(engine, OnnxEngine), "it trains with the published graphs"
@@ -248,13 +260,13 @@ class Learning(Identified):
         try:
             if job.received is not None and not self.manifest.outputs and is_whole(self.manifest, job.received):
                 engine.load({**before, **whole_model(self.manifest, job.received)})
-            # Nobody else knows the samples, and so the directions that follow from them.
+            # Seeded by the samples, so that a publisher cannot predict the directions.
             found = engine.check_plausible(self.task.train, int(self._data[:15], 16))
         finally:
             engine.load(before)
         if not found.judged:
             log.warning(
-                "the gradients of the training step could not be compared with its loss; it is used all the same"
+                "the gradients of the training step could not be compared with its loss; it is used without this check"
             )
         self._step_checked = True
 
@@ -264,8 +276,10 @@ class Learning(Identified):
 
 
 def digest_of(batches: Batches) -> str:
-    """Return the SHA-256 of the samples in their order, whatever the sizes of batches; random numbers stay."""
-    inputs, targets, left = hashlib.sha256(), hashlib.sha256(), MOST_BYTES
+    """Return the SHA-256 of the samples in order, independent of batch sizes; random states are restored."""
+    inputs = hashlib.sha256()
+    targets = hashlib.sha256()
+    left = MOST_BYTES
     with random_state_kept(batches):
         for samples, wanted in map(as_arrays, batches):
             inputs.update(f"{samples.dtype} {samples.shape[1:]}".encode() if left == MOST_BYTES else b"")

@@ -1,4 +1,4 @@
-"""The way a session works, and the facts of a federation that it needs."""
+"""Options of a session, and the facts of a federation that it needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Device:
-    """A device of a session. make_task: gives the task once the federation's settings and its manifest are known."""
+    """A device of a session. make_task: returns the task for a federation and its manifest."""
 
     transport: Transport
     folder: StateFolder
@@ -36,9 +36,9 @@ class Device:
 
 @dataclass(frozen=True)
 class Known:
-    """The facts of a federation that a device needs before it can enrol; a fleet asks for them once.
+    """The facts of a federation that a device needs to enrol; a fleet fetches them once.
 
-    preparation: the graph; None if the model takes samples as they are. trust: the rules of the fleet.
+    preparation: its graph, if any.
     """
 
     info: FederationInfo
@@ -48,7 +48,7 @@ class Known:
 
     @classmethod
     def of(cls, transport: Transport, federation: str) -> Known:
-        """Ask for them."""
+        """Fetch them from the coordinator."""
         info = transport.federation(federation)
         manifest = transport.manifest(federation)
         trust = Trust(federation, Demands())
@@ -60,7 +60,7 @@ class Known:
         return cls(info, manifest, trust, graph)
 
     def prepared(self, task: Task) -> Task:
-        """Return a hosted device's task, its data checked and its samples prepared."""
+        """Check a hosted device's data, and return the task with prepared samples."""
         if task.prepared is not None:
             return task
         if self.preparation is None:
@@ -73,18 +73,15 @@ class Known:
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """The way a session works.
+    """Options of a session.
 
-    budget: of a device that does not choose its own. engine: what trains (``choose_engine``); ONNX Runtime needs only
-    the task's data; or an engine itself, which devices may use one after another. prepare: given task, manifest,
-    federation and what makes the engine's rehearsals before the device enrols; returns the task as it is to be
-    computed, or raises if that cannot be. telemetry: made from the transport's counters. profile: the device's
-    description of itself, this machine's by default. progress: called with (assignment, steps done, steps in all, loss)
-    while the device trains. watchdog: holds the device to its policy, between assignments and between batches.
-    local_noise: added to each update before it is sent. memory_limit: bytes that the process may hold; None: what there
-    is. known: the facts of a federation that would be asked for otherwise. announce: whether a device that is enrolled
-    reports that it is there. hosted: whether it is one of many that a process hosts in turn: such a device may be
-    silent, and sends no heartbeats.
+    budget: for a device that does not choose its own. engine: a choice (``choose_engine``), or an engine that devices
+    share in turn. prepare: called before the device enrols with task, manifest, federation and the constructor of
+    rehearsals; returns the prepared task and budget. telemetry: made from the transport's counters. profile: default:
+    this machine's. progress: called with (assignment, steps done, steps in all, loss) during training. watchdog:
+    enforces the policy. local_noise: added to updates. memory_limit: bytes for this process; None: all available
+    memory. known: facts of the federation, otherwise fetched. announce: report at the start that an enrolled device is
+    available. hosted: the device is one of many that a process runs in turn, and sends no heartbeats.
     """
 
     budget: float = 1.0

@@ -1,4 +1,4 @@
-"""What a device keeps of its work and sends: masks, the outbox, and the cost of both."""
+"""Storing and sending of results: masks, the outbox, and their costs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from .options import Device, SessionOptions
 log = logging.getLogger(__name__)
 
 JSON_TYPE = "application/json"
+# File of the held mask: the last received one of elements, or the neurons that this device chose.
 MASK = "mask.bits"
-"""The file of the mask that this device holds: of elements, as last received, or of the neurons that it has chosen."""
 
 
 def load_mask(folder: StateFolder, manifest: Manifest) -> ElementMask | NeuronMask | None:
-    """Return the mask that a device holds. A file that cannot be read counts as none: it is sent, or chosen, again."""
+    """Return the mask that a device holds; None if the file is missing or damaged, to receive or choose it again."""
     data = folder.cached(MASK) or b""
     try:
         return mask_from_file(manifest, data[32:]) if data[:32] == hashlib.sha256(data[32:]).digest() else None
@@ -48,16 +48,18 @@ def load_mask(folder: StateFolder, manifest: Manifest) -> ElementMask | NeuronMa
 
 
 class Sending(Judging):
-    """A device that keeps results until the coordinator has them."""
+    """A device that stores results until the coordinator has them."""
 
     def __init__(self, device: Device, options: SessionOptions) -> None:
         super().__init__(device, options)
         self.mask = load_mask(self.folder, self.manifest)
-        self._uploading = 0.0  # seconds that the last upload took
-        self._next: Assignment | None = None  # what came with the answer to the last update
+        # Seconds of the last upload.
+        self._uploading = 0.0
+        # The assignment in the answer to the last update.
+        self._next: Assignment | None = None
 
     def _holding(self) -> tuple[str | None, str | None]:
-        """Return the digests of the mask and of the global model that this device holds."""
+        """Return the digests of the held mask and of the global model."""
         return mask_digest(self.manifest, self.mask) if self.mask else None, self.progress.model
 
     def _keep_mask(self, mask: ElementMask | NeuronMask | None) -> None:
@@ -69,7 +71,7 @@ class Sending(Judging):
     def _hand_back(self, assignment_id: str, reason: PauseReason | Failure) -> None:
         if self._options.local_noise is not None and not isinstance(reason, PauseReason):
             reason = WITHHELD
-        # It is over, or was withdrawn, as a preparation that took too long.
+        # The round may be over, or the assignment withdrawn.
         with suppress(RoundOver, NotFound):
             self.transport.hand_back(assignment_id, reason)
 
@@ -81,8 +83,9 @@ class Sending(Judging):
         feedback: Tensors | None = None,
         **changed: object,
     ) -> Phase:
-        """Keep the new state and the update together, then send it; returns what sending cost."""
-        self._keep_mask(state.neurons)  # first: without the rest it is chosen again, from the same model
+        """Store the new state and the update together, send the update, and return the cost of sending."""
+        # First: after a crash, the same mask is chosen again from the same model.
+        self._keep_mask(state.neurons)
         pending = self.folder.put_outbox(assignment.assignment_id, assignment.kind, body)
         if feedback is not None:
             self.folder.put_owed(pending)
@@ -90,7 +93,8 @@ class Sending(Judging):
         if state.personal is self.personal and state.own is self.folder.own and feedback is None:
             self._save_progress(**changed)
         else:
-            before, self.personal = self.progress.best, state.personal
+            before = self.progress.best
+            self.personal = state.personal
             self.progress = self.progress.model_copy(update=changed)
             best = changed.get("best") not in (None, before)
             self._personal_is = self.progress.best if best else None
@@ -101,23 +105,29 @@ class Sending(Judging):
         if body is None:
             body = self.folder.outbox(pending)
         media_type = bundle.MEDIA_TYPE if pending.kind in (Kind.train, Kind.prepare) else JSON_TYPE
+        # A host opens a new session for the next assignment.
+        hosted = self._options.hosted
+        mask, model = (None, None) if hosted else self._holding()
         with self._telemetry.phase("upload") as upload:
             try:
-                # A host opens the session anew for whatever comes next.
                 self._next = self.transport.update(
-                    *(pending.assignment_id, body, media_type, self.progress.upload_cost),
-                    *((None, None) if self._options.hosted else self._holding()),
-                    goes_on=not self._options.hosted,
+                    pending.assignment_id,
+                    body,
+                    media_type,
+                    self.progress.upload_cost,
+                    mask,
+                    model,
+                    goes_on=not hosted,
                 )
             except RoundOver as error:
-                # Too late, or answered already: the local step stays.
-                log.info("the update was not needed any more: %s", error.detail)
+                # Late, or already answered: the device keeps its local step.
+                log.info("the update was no longer needed: %s", error.detail)
                 self._owe_as_before(pending)
                 self._say_what_stays(pending)
             except (NotAuthenticated, NotAllowed):
                 raise
             except Refused as refusal:
-                # It would be refused again. The local step stays, and the round need not wait for this device.
+                # It would be refused again: keep the local step, and release the round.
                 log.warning("the update was refused: %s", refusal.detail)
                 self._owe_as_before(pending)
                 self._save_progress(pending=None)
@@ -139,7 +149,7 @@ class Sending(Judging):
             self.folder.save(self.manifest, self.personal, self.progress, feedback=owed)
 
     def _say_what_stays(self, pending: Pending) -> None:
-        """Without an update the coordinator cannot know that this device holds a model, and would send it all again."""
+        """Report that this device holds a model, which the coordinator cannot infer without an update."""
         holds = pending.kind in (Kind.train, Kind.personalise) and self.personal is not None
         # The coordinator may have marked a late device absent.
         self._tell(ChangeDevice(holds_model=True if holds else None, conditions=Conditions()))

@@ -1,11 +1,10 @@
 """One device's conversation with its coordinator: enrol, ask, download, train, upload, and resume after any crash.
 
-``Session.step`` does one thing and returns; ``join`` calls it in a loop, a fleet for many devices in turn. Between
-steps everything that matters is on disk (``state``), so a step can be killed anywhere:
+``join`` calls ``Session.step`` in a loop; a fleet calls it for many devices in turn. After a crash during a step:
 
-    before the state is saved   the assignment is still open: it is given again and done again, from the same model and
-                                with the same random numbers, so to the same update
-    after it                    the outbox holds the update: it is sent again, byte for byte, and counts once
+    before the state is saved   the open assignment is repeated, from the same model and with the same random numbers,
+                                and gives the same update
+    after that                  the outbox sends the same bytes again, which count once
 """
 
 from __future__ import annotations
@@ -52,14 +51,15 @@ from .work import Working
 log = logging.getLogger(__name__)
 
 PATIENCE_WHEN_LEAVING = 3.0
+# A device gives up if its first rounds fail this many times in a row.
 FAILURES = 3
-"""Rounds in a row that fail, of a device that has trained in none, after which it gives up."""
+# Kinds of work that train in a round.
 TRAINING = (Kind.train, Kind.personalise, Kind.prepare)
-"""The kinds of work that train in a round."""
-FIRST_REST, LONGEST_REST = 5.0, 900.0
-"""Seconds of rest after a fault of the coordinator; each in a row doubles it."""
+# Seconds of rest after a fault of the coordinator; doubled after each further fault in a row.
+FIRST_REST = 5.0
+LONGEST_REST = 900.0
+# Refusals of the device itself. It retries after any other, which may be a fault of the coordinator.
 FINAL = (errors.NotAuthenticated, errors.NotAllowed, errors.NameTaken, errors.FederationOver, errors.FederationDeleted)
-"""Refusals that concern the device itself. After any other it tries again: it may come of a coordinator's fault."""
 
 Answer = TypeVar("Answer")
 
@@ -74,8 +74,11 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """Outcome of one step. ``assignment`` is what was worked on; ``pause_seconds`` how long an idle device rests, as it
-    is asked to or after a fault; ``paused`` why its policy keeps it idle; ``failed`` why nothing came of the work."""
+    """The result of a step.
+
+    pause_seconds: requested rest of an idle device. paused: the policy's reason for being idle. failed: why the work
+    failed.
+    """
 
     outcome: Outcome
     assignment: Assignment | None = None
@@ -98,13 +101,17 @@ class Session(Working):
         options: SessionOptions = USUAL,
     ) -> None:
         super().__init__(Device(transport, folder, federation, name, make_task), options)
-        self._away: PauseReason | None = None  # what the coordinator was told last
-        self.failed_rounds = 0  # in a row, since this process began
+        # The reason for a pause that was last reported.
+        self._away: PauseReason | None = None
+        # In a row, since this process began.
+        self.failed_rounds = 0
         self.last_failure: str | None = None
-        # The same, as the coordinator learns it.
+        # The same, as reported to the coordinator.
         self.reported_failure: Failure | None = None
-        self._faults = 0  # of the coordinator, in a row
-        self.working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
+        # Faults of the coordinator, in a row.
+        self._faults = 0
+        # Still set after an interrupted step, so that ``leave`` returns it.
+        self.working_on: Assignment | None = None
         if self.identity.token is None:
             self._enrol()
         elif options.announce:
@@ -140,17 +147,13 @@ class Session(Working):
         self.transport.token = enrolled.token
 
     def _data_warnings(self) -> tuple[str, ...]:
-        """Return the operator's warnings about data unlike the publisher's; none in a secure federation, or with local
-        noise."""
+        """Return warnings about data unlike the publisher's; empty in secure federations and with local noise."""
         if self.info.settings.secure or self._options.local_noise is not None:
             return ()
         return tuple(there for _, there in self.differences)
 
     def _or_enrol_again(self, call: Callable[[], Answer]) -> Answer:
-        """Return the answer of ``call``; a device whose token has expired enrols again first.
-
-        Raises Refused where an enrolment token is needed and was not given.
-        """
+        """Call once; if the token has expired, enrol again and retry. Raises Refused without an enrolment token."""
         try:
             return call()
         except errors.TokenExpired:
@@ -159,10 +162,9 @@ class Session(Working):
             return call()
 
     def step(self, wait_seconds: float = 0.0) -> Step:
-        """Send what is waiting to be sent, or ask for work and do it, or find that there is none.
+        """Send the outbox, ask for work and do it.
 
-        No fault of the coordinator ends a device: where it gives work that cannot be used, or refuses for a reason that
-        is not in ``FINAL``, the work is handed back and the device rests.
+        After unusable work, or a refusal that is not in ``FINAL``, the device returns the work and rests.
         """
         try:
             step = self._step(wait_seconds)
@@ -175,13 +177,14 @@ class Session(Working):
         return step
 
     def _rest(self, fault: errors.SdkError) -> Step:
-        """Hand back what is open, and rest for longer after each fault in a row."""
+        """Return open work; rest longer after each fault in a row."""
         seconds = min(FIRST_REST * 2.0 ** min(self._faults, 30), LONGEST_REST)
         self._faults += 1
         self.last_failure = str(fault)
         self.reported_failure = errors.failure_of(fault)
         log.warning("%s; this device tries again in %.0f s", fault, seconds)
-        assignment, self.working_on = self.working_on, None
+        assignment = self.working_on
+        self.working_on = None
         if assignment is not None:
             try:
                 self._give_up(assignment, self.reported_failure)
@@ -193,16 +196,20 @@ class Session(Working):
 
     def _step(self, wait_seconds: float) -> Step:
         if (reason := self._options.watchdog.look() if self._options.watchdog else None) is not None:
-            if reason is not self._away:  # it is reported once
+            if reason is not self._away:
                 self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
                 self._away = reason
-            self._next = None  # which was taken back with that
+            # The coordinator has withdrawn it.
+            self._next = None
             return Step(Outcome.idle, pause_seconds=LOOK_SECONDS, paused=reason)
-        self._away = None  # asking for work says that it is back
+        # Asking for work reports that the device is available again.
+        self._away = None
         if self.progress.pending is not None:
             with self._heard(self.progress.pending.assignment_id, self.info.settings):
                 self._send(self.progress.pending)
-        assignment, self._next, pause = self._next, None, 0.0
+        assignment = self._next
+        self._next = None
+        pause = 0.0
         if assignment is None:
             try:
                 assignment, pause = self._or_enrol_again(lambda: self._ask(wait_seconds))
@@ -214,7 +221,8 @@ class Session(Working):
         if assignment is None:
             return Step(Outcome.idle, pause_seconds=pause)
         self.working_on = assignment
-        failed, to_blame = None, True
+        failed = None
+        to_blame = True
         try:
             if assignment.manifest_digest not in (None, self.manifest.digest):
                 self._take_new_version()
@@ -222,13 +230,15 @@ class Session(Working):
             with self._heard(assignment.assignment_id, assignment.settings):
                 self._judge_best_again()
                 self._work(assignment, self._watched_work(assignment))
-        except BundleError:  # of the payload
+        # Of the payload: ``step`` handles it.
+        except BundleError:
             raise
         except errors.ModelReplaced as error:
             self._give_up(assignment, errors.failure_of(error))
             raise
         except (TrainingDiverged, ProtocolError) as error:
-            failed, to_blame = str(error), not isinstance(error, UnsoundModel)
+            failed = str(error)
+            to_blame = not isinstance(error, UnsoundModel)
             if isinstance(error, TrainingDiverged):
                 failed = diagnose(error, assignment.settings, self.task.train)
             log.warning("round %s: %s", assignment.round, failed)
@@ -237,22 +247,23 @@ class Session(Working):
             if assignment.kind in TRAINING:
                 self._save_progress(failures=self.progress.failures + 1, failure=failed)
         except Paused as pause_:
-            log.warning("round %s is handed back: the pause would last beyond its deadline", assignment.round)
+            log.warning("round %s is returned: the pause would end after its deadline", assignment.round)
             self._give_up(assignment, pause_.reason)
             self._away = pause_.reason
             self._reassess(assignment)
         except errors.RoundOver as error:
-            # The round closed while this device was downloading; there is other work, or will be.
+            # The round closed during the download, and the coordinator may have marked this device absent.
             log.info("round %s: %s", assignment.round, error.detail)
-            self._tell(ChangeDevice(conditions=Conditions()))  # the coordinator may have marked it absent
-        self.working_on = None  # not in a finally: after an interrupt or error ``leave`` must know what to hand back
+            self._tell(ChangeDevice(conditions=Conditions()))
+        # Not in a finally block: after an interrupt or error, ``leave`` returns it.
+        self.working_on = None
         if assignment.kind not in JUDGING:
             self.failed_rounds = (self.failed_rounds + to_blame) if failed else 0
             self.last_failure = failed or self.last_failure
         return Step(Outcome.worked, assignment, failed=failed)
 
     def _ask(self, wait_seconds: float) -> tuple[Assignment | None, float]:
-        """Ask for work, and say what the last upload cost, which need not be said again."""
+        """Ask for work, and report the cost of the last upload once."""
         cost = self.progress.upload_cost
         found = self.transport.assignment(self._federation, wait_seconds, cost, *self._holding())
         if cost is not None:
@@ -260,7 +271,7 @@ class Session(Working):
         return found
 
     def _heard(self, assignment_id: str, settings: FederationSettings) -> AbstractContextManager[None]:
-        """Have the coordinator hear of this device while it works, transfers included."""
+        """Send heartbeats during work and transfers, unless hosted."""
         return (
             nullcontext()
             if self._options.hosted
@@ -268,12 +279,13 @@ class Session(Working):
         )
 
     def _give_up(self, assignment: Assignment, reason: PauseReason | Failure) -> None:
-        if self.personal is None:  # a part of its own begins as it was, not with what a failed round has left
+        # Without a personal model, restore the initial values of the device's own part.
+        if self.personal is None:
             self.engine.load(self._as_new)
         self._hand_back(assignment.assignment_id, reason)
 
     def leave(self, reason: Failure) -> None:
-        """Return open work and mark the device as away, so that the round need not wait for the deadline."""
+        """Return open work and mark the device unavailable, so that the round need not wait for it."""
         self.transport.patience_seconds = PATIENCE_WHEN_LEAVING
         reason = reason if self._options.local_noise is None else WITHHELD
         try:
@@ -281,11 +293,11 @@ class Session(Working):
                 self._hand_back(self.working_on.assignment_id, reason)
             self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
         except errors.SdkError as error:
-            log.warning("the coordinator could not be told that this device leaves: %s", error)
+            log.warning("this device leaves without notifying the coordinator: %s", error)
 
 
 def own_profile(energy: str) -> DeviceProfile:
-    """Return the profile that this device sends when it enrols."""
+    """Return this machine's profile for enrolment."""
     try:
         sdk_version = version("sparrow-fl")
     except PackageNotFoundError:

@@ -42,24 +42,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Minimum time before a deadline, reserved for evaluating and sending.
 RESERVE_SECONDS = 5.0
-"""Of a round's deadline, what is kept for judging and sending after the last step, at least."""
 
 
 class Working(Sending):
-    """A device that does what it is assigned."""
+    """A device that works on assignments."""
 
     @cached_property
     def _secure(self) -> SecureRound:
-        from ..secure import SecureRound  # cryptography, an extra
+        # Imported here, because it needs cryptography, an extra.
+        from ..secure import SecureRound
 
         identity = bytes.fromhex(self.identity.identity_key)
         return SecureRound(self.folder, self.identity.name, identity, self._options.demands.secure, self.trust)
 
     def _watched_work(self, assignment: Assignment) -> WatchedWork | None:
-        """Return the watched piece of work. No deadline holds for work after the end of the federation."""
         if self._options.watchdog is None:
             return None
+        # Adapting, after the federation's end, has no deadline.
         waits = assignment.kind is not Kind.adapt
         return WatchedWork(
             self._options.watchdog,
@@ -118,16 +119,16 @@ class Working(Sending):
                 self._hand_back(assignment.assignment_id, Failure("unknown-work"))
 
     def _adjusted(self, job: Job) -> Job:
-        """Return the work with this device's class frequencies in what was received, where the federation wants it."""
+        """Return the job with this device's class prior in its payload, if the federation adjusts outputs."""
         return job if self._prior is None else self._prior.received(job)
 
     def _receive(self, assignment: Assignment, payload: Payload) -> bundle.Bundle:
-        """Return the decoded payload. Raises Damaged where it is not what this model's can be."""
+        """Return the decoded payload. Raises Damaged if it is not a valid payload for this model."""
         parts = expected(self._method.payload_parts, self.manifest, assignment.plan)
         largest = bundle.largest_payload(self.manifest, parts)
         if payload.bytes > largest:
             raise Damaged(
-                f"a payload of {payload.bytes:,} bytes is announced, of this model it has at most {largest:,}",
+                f"a payload of {payload.bytes:,} bytes is announced, this model's payloads have at most {largest:,}",
                 failure=Failure("bad-payload/size"),
             )
         body = self.transport.payload(assignment.assignment_id, payload)
@@ -148,7 +149,7 @@ class Working(Sending):
         if self._options.local_noise is not None:
             trained = withhold(trained)
         trained = self._within_joules(job, trained, download, train.cost)
-        assert trained.update is not None, "such a round ends with values to send"
+        assert trained.update is not None, "training ends with values to send"
         update = trained.update if self._prior is None else self._prior.sent(job, trained.update)
         if self._options.local_noise is not None:
             update = self._options.local_noise.hide(job, update)
@@ -158,7 +159,8 @@ class Working(Sending):
                 metrics = self._metrics(adjusted, trained, best) if job.assignment.settings.masks_metrics else None
             first["evaluation"] = self.progress.evaluation.plus(measured.cost)
             hidden = self._secure.mask(job, update, metrics)
-            update, statement = replace(update, values=hidden.values, extras=hidden.extras), hidden.statement
+            update = replace(update, values=hidden.values, extras=hidden.extras)
+            statement = hidden.statement
             trained = replace(trained, counts={**trained.counts, "clipped_values": hidden.clipped})
         trained = replace(trained, counts={**trained.counts, **self._carried(job, update)})
         report = _report(
@@ -174,18 +176,18 @@ class Working(Sending):
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost, feedback)
 
     def _check_training(self, job: Job) -> None:
-        """Raise ProtocolError for a round that this device does not train in: it would reveal more than was agreed."""
+        """Raise ProtocolError for a round that would reveal more than was agreed."""
         assignment = job.assignment
         secure = assignment.settings.secure
         if self._options.demands.secure is not None and not (secure and assignment.kind is Kind.train):
             raise ProtocolError(
-                "the coordinator asks for an update without masks, and this device sends none (require_secure)",
+                "the coordinator asks for an unmasked update, this device sends only masked ones (--require-secure)",
                 failure=Failure("bad-work/unmasked"),
             )
         if secure and not (self._method.sums and assignment.kind is Kind.train):
             raise ProtocolError(
-                f"{assignment.settings.method} on this device has no secure work of kind {assignment.kind.value}; its "
-                f"updates are more than sums, and nothing is sent",
+                f"{assignment.settings.method} on this device has no secure work of kind {assignment.kind.value}: its "
+                f"updates are not only sums; this device sends no update",
                 failure=Failure("secure-refused/parts"),
             )
         if secure:
@@ -195,22 +197,22 @@ class Working(Sending):
             self.trust.check_first_weights(whole_model(self.manifest, job.received))
 
     def _begins_as_published(self, job: Job) -> bool:
-        """Return whether a payload of the first round must be the model as it was published, in its own values."""
+        """Return whether the first round's payload must be exactly the published model."""
         received = job.received
         settings = job.assignment.settings
         exact = settings.precision_of("down", job.assignment.kind) == "fp32"
-        # With a buffer, a device may be given the model of a later round.
+        # With a buffer, a device may receive a later round's model.
         plain = received is not None and received.mask is None and settings.buffer is None
         return exact and plain and self.manifest.outputs is None
 
     def _labels(self, job: Job) -> LabelSketch | None:
-        """Return what a round asks of this device's labels, in clear or under masks; None where it asks nothing."""
+        """Return the sketch of this device's labels if the round asks for it."""
         if self._options.local_noise is not None or self._prior is None or not asks_for_labels(job):
             return None
         return self._prior.sketch
 
     def _tells(self, assignment: Assignment) -> bool:
-        """Return whether losses and accuracies may go up in clear."""
+        """Return whether losses and accuracies may be sent unmasked."""
         settings = assignment.settings
         if self._options.local_noise is not None:
             return False
@@ -229,7 +231,7 @@ class Working(Sending):
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost)
 
     def _within_joules(self, job: Job, trained: Trained, download: Phase, train: Phase) -> Trained:
-        """Return the outcome of a round, as this device's last one where its joules are spent."""
+        """Return the outcome of a round, marked as the last one if the device's joules are used up."""
         limit = job.assignment.settings.joules_per_device
         spent = self.progress.training.plus(download).plus(train)
         if limit is None or job.assignment.kind is Kind.prepare or spent.joules < limit:
@@ -248,7 +250,7 @@ class Working(Sending):
     ) -> None:
         controller = self._prepared.controller if job.assignment.kind is Kind.train else None
         if controller is not None:
-            # Before the update is sent: it may close the round, and the next one is to be made for the new budget.
+            # Before sending: the update may close the round, and the next one should use the new budget.
             controller.after_training(download, train)
             self._reassess(job.assignment)
         number = job.assignment.round
@@ -260,7 +262,7 @@ class Working(Sending):
             rounds=self.progress.rounds + (job.assignment.kind is not Kind.prepare),
             last_round=number,
             steps=self.progress.steps + trained.steps,
-            # Before it is sent: what comes after a crash must know of it.
+            # Counted before sending, so that it is not lost in a crash.
             updates=count_update(self.progress.updates, self._options.local_noise, trained.update),
             stopped_round=number if trained.stopped else None,
             **judged,
@@ -274,14 +276,18 @@ class Working(Sending):
             controller.after_upload(upload)
 
     def _metrics(self, job: Job, trained: Trained, best: Best | None) -> dict[str, float | None]:
-        """Return what is told of a round under masks: the loss of its training and, where the round is evaluated, loss
-        and accuracy on held-out data of the model received and of the personal model after it."""
+        """Return the metrics of a round to send under masks.
+
+        They are the training loss and, if the round is evaluated, loss and accuracy of the global and the personal
+        model on held-out data.
+        """
         if self._options.local_noise is not None:
             return {}
         found: dict[str, float | None] = {"train_loss": trained.train_loss}
         if (labels := self._labels(job)) is not None:
             found |= labels.told()
-        settings, number = job.assignment.settings, job.assignment.round
+        settings = job.assignment.settings
+        number = job.assignment.round
         interval = settings.evaluation_interval
         if number != settings.rounds and not (interval and number % interval == 0):
             return found
@@ -300,11 +306,11 @@ class Working(Sending):
         return found
 
     def _inference_flops(self, tensors: Tensors) -> int:
-        """Return the FLOPs of one sample through a model; 0 with local noise: which weights are zero is its data's."""
+        # With local noise, report 0: which weights are zero depends on the data.
         return nonzero_flops(self.manifest, tensors) if self._options.local_noise is None else 0
 
     def _carried(self, job: Job, update: Update) -> dict[str, int]:
-        """Return how many values of an update bring along what rounding took from earlier ones; nothing unrounded."""
+        """Return the number of an int8 update's values that include earlier rounding residuals; else nothing."""
         owed = self.folder.feedback
         settings = job.assignment.settings
         if settings.precision_of("up", job.assignment.kind) != "int8" or settings.secure:
@@ -312,7 +318,7 @@ class Working(Sending):
         return {"carried_values": int(np.count_nonzero(pack(self.manifest, owed, update.mask))) if owed else 0}
 
     def _pack(self, job: Job, update: Update, report: str) -> tuple[bytes, Tensors | None]:
-        """Return the update as a bundle, and what rounding takes from it; None where nothing is rounded."""
+        """Return the update as a bundle, and its rounding residual, None unless int8."""
         assignment = job.assignment
         precision = assignment.settings.precision_of("up", assignment.kind)
         values: Array | Quantised = update.values
@@ -331,7 +337,8 @@ class Working(Sending):
                 parts=update.parts,
                 extras=update.extras,
             )
-        except BundleError as error:  # a value is not finite
+        # A value is not finite.
+        except BundleError as error:
             raise TrainingDiverged(str(error).partition(": training diverged")[0], failure=VALUES) from error
         return body, feedback
 
@@ -366,7 +373,7 @@ class Working(Sending):
         self._send_receipt(job, receipt, job.state, validation_global=shared, evaluation=evaluation)
 
     def _compare(self, job: Job, download: Phase) -> None:
-        """Tell what this device may gain by another model than the finished one."""
+        """Report the gains of candidates over the finished global model."""
         with self._telemetry.phase("evaluate") as measured:
             candidates = Candidates.of(self._method, job)
             evidence = candidates.evidence(self.engine, self.task.validation)
@@ -401,8 +408,9 @@ class Working(Sending):
         self._keep_and_send(job.assignment, body, state, None, **changed)
 
     def _reassess(self, assignment: Assignment) -> None:
-        """Choose the budget again for the next rounds."""
-        controller, hot = self._prepared.controller, self._options.watchdog is not None and self._options.watchdog.hot
+        """Choose the budget of the next rounds."""
+        controller = self._prepared.controller
+        hot = self._options.watchdog is not None and self._options.watchdog.hot
         if controller is None or assignment.kind is not Kind.train:
             return
         if self._options.watchdog is not None:
@@ -428,7 +436,7 @@ def _report(
     tells: bool,
     labels: LabelSketch | None = None,
 ) -> str:
-    """Return the report of a round's training, as JSON. tells: whether it holds losses."""
+    """Return the report of a round's training as JSON. tells: include losses."""
     report = UpdateReport(
         num_examples=trained.num_examples,
         status="stopped" if trained.stopped else "active",
@@ -447,5 +455,5 @@ def _report(
 
 
 def _bytes_of(state: DeviceState) -> int:
-    """Return the bytes of models that the device keeps between rounds."""
+    """Return the bytes of stored models."""
     return sum(tensor.nbytes for tensor in (*(state.personal or {}).values(), *state.own.values()))

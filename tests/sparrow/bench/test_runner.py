@@ -452,7 +452,7 @@ def test_what_trains_can_be_asked_for(file, tmp_path, capsys):
     assert own in (tmp_path / "work" / "tiny.md").read_text(), "the page's command says so"
     capsys.readouterr()
     assert main(command("run", file, tmp_path / "other", "--engine", "onnx", "--accelerator", "cuda")) == Exit.USAGE
-    assert "--accelerator cuda needs PyTorch: give --engine torch" in capsys.readouterr().err
+    assert "--accelerator cuda needs PyTorch; give --engine torch" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
