@@ -1,1 +1,1 @@
-"""The bench: methods side by side on simulated devices, with tables and pictures of what was found."""
+"""Comparison of methods on simulated devices, with tables and plots."""

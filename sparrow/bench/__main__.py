@@ -45,14 +45,16 @@ REPEATED = (
     "engine",
     "accelerator",
 )
-"""The options that the page's command repeats."""
+"""Options in the command that a report prints."""
 
 
 def _run(options: argparse.Namespace) -> None:
     if options.command == "compare":
-        experiment, name = _compared(options), name_of(options.task, options.data)
+        experiment = _compared(options)
+        name = name_of(options.task, options.data)
     else:
-        experiment, name = load_experiment(options.experiment), Path(options.experiment).stem
+        experiment = load_experiment(options.experiment)
+        name = Path(options.experiment).stem
     folder: Path = options.folder or Path("runs") / name
     if options.command == "report":
         recorded = recorded_in(options.results or folder / "results.jsonl", f"sparrow bench run {name}")
@@ -78,7 +80,7 @@ INTERRUPTED = "interrupted; the same command with --resume continues"
 
 
 def recorded_in(file: Path, command: str) -> list[Recorded]:
-    """Return the last rows of each trial in a file. Raises FileNotFoundError, naming the command that makes some."""
+    """Return the last rows of each trial in a file. Raises FileNotFoundError with the command that creates it."""
     recorded = rows.read(file)
     if not recorded:
         raise FileNotFoundError(f"{file} has no results; run `{command}` first")
@@ -88,10 +90,7 @@ def recorded_in(file: Path, command: str) -> list[Recorded]:
 def prepared(
     options: argparse.Namespace, experiment: Experiment, folder: Path
 ) -> tuple[Experiment, Where, dict[str, Any]]:
-    """Return the experiment with the engine that is asked for, where it runs, and how: options of ``runner.run``.
-
-    Raises WrongUsage.
-    """
+    """Return the experiment with the chosen engine, and the arguments of ``runner.run``. Raises WrongUsage."""
     _check_asked(options, experiment)
     asked = options.engine or experiment.engine
     engine, compute = choose_compute(asked, options.accelerator or PROCESSOR, None, bfloat16=False)
@@ -102,16 +101,17 @@ def prepared(
 
 
 def _check_asked(options: argparse.Namespace, experiment: Experiment) -> None:
-    """Raise WrongUsage if --only or --seed names what there is not."""
+    """Raise WrongUsage for unknown values of --only and --seed."""
     for seed in options.seed or ():
         if seed not in experiment.seeds:
             raise WrongUsage(f"--seed {seed}: there are {', '.join(map(str, experiment.seeds))}")
     known = [run.label for run in (experiment.tuned if options.command == "tune" else experiment.methods)]
     for label in options.only or ():
         if label not in known:
-            what = "tuned by itself" if options.command == "tune" else "run"
+            action = "tuned separately" if options.command == "tune" else "run"
             raise WrongUsage(
-                f"--only {label}: nothing of this label is {what}{nearest(label, known)}; there are {', '.join(known)}"
+                f"--only {label}: no method of this label is {action}{nearest(label, known)}; there are "
+                f"{', '.join(known)}"
             )
 
 
@@ -129,7 +129,7 @@ def _compared(options: argparse.Namespace) -> Experiment:
 
 
 def again(options: argparse.Namespace, program: str = "sparrow bench") -> str:
-    """Return the command that runs the same trials again."""
+    """Return the command that repeats these trials."""
     words = [options.command, *([options.experiment] if options.command != "compare" else [])]
     for name in REPEATED:
         value = getattr(options, name, None)
@@ -144,7 +144,7 @@ def again(options: argparse.Namespace, program: str = "sparrow bench") -> str:
 def _report(
     experiment: Experiment, recorded: Sequence[Recorded], folder: Path, command: str, tuned: dict[str, Any]
 ) -> list[Path]:
-    """Write the page and its pictures, and print the names of the files."""
+    """Write the report and its pictures, and print the files' names."""
     written = write_report(experiment, recorded, folder, command=command, tuning=tuned)
     for path in written:
         print(path)
@@ -153,7 +153,7 @@ def _report(
 
 def _options(parser: Parser) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    own = commands.add_parser("compare", help="methods side by side on your own data")
+    own = commands.add_parser("compare", help="compare methods on your own data")
     own.add_argument("--task", default="npz", help="a task built in or installed (default: %(default)s)")
     own.add_argument(
         "--data",
@@ -175,12 +175,12 @@ def _options(parser: Parser) -> None:
     _add_work(own)
     add_run(commands.add_parser("run", help="run every trial"))
     add_run(commands.add_parser("tune", help="choose settings on validation data"), seed=False)
-    report = commands.add_parser("report", help="tables and plots of the recorded trials")
+    report = commands.add_parser("report", help="write tables and plots of the recorded trials")
     add_report(report)
 
 
 def add_run(parser: argparse.ArgumentParser, *, seed: bool = True) -> None:
-    """Add the options of a command that runs an experiment. seed: whether some of its seeds may be chosen."""
+    """Add the options of a command that runs an experiment. seed: add ``--seed``."""
     _add_experiment(parser)
     parser.add_argument("--data", default="", help="the task's data, a folder or file; none for digits")
     parser.add_argument("--scale", type=float, help="factor on the number of rounds, for a preview")
@@ -193,7 +193,7 @@ def add_run(parser: argparse.ArgumentParser, *, seed: bool = True) -> None:
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command that reports an experiment's recorded trials."""
+    """Add the options of a command that reports recorded trials."""
     _add_experiment(parser)
     parser.add_argument("--folder", type=Path, help="folder of the run (default: runs/EXPERIMENT)")
     parser.add_argument("--results", type=Path, help="other rows: a NAME.jsonl or NAME.jsonl.gz")
@@ -210,12 +210,12 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, help="processes that host devices (default: one per core)")
     parser.add_argument("--folder", type=Path, help="work folder (default: runs/ and the experiment's or data's name)")
     parser.add_argument(
-        "--engine", choices=get_args(EngineChoice), help="what trains (default: what the experiment says)"
+        "--engine", choices=get_args(EngineChoice), help="engine that trains (default: the experiment's)"
     )
     parser.add_argument("--accelerator", choices=ACCELERATORS, help="where PyTorch trains (default: cpu)")
 
 
-COMMAND = Command("sparrow bench", "Comparisons of methods.", _options, _run)
+COMMAND = Command("sparrow bench", "Compare methods.", _options, _run)
 main = COMMAND.main
 
 

@@ -1,7 +1,7 @@
-"""``compare``: a comparison of methods on the user's own data, without an experiment's file.
+"""``compare``: comparison of methods on the user's own data, without an experiment's file.
 
-Every device trains as after ``sparrow publish``: settings that are not given have the product's defaults, early
-stopping included, alike for all methods. Beside ``auto``, which sends int8, all send int8.
+Settings have the defaults of ``sparrow publish``, including early stopping, for all methods. If ``auto`` is among them,
+which sends int8, all methods send int8.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FINE_TUNED = "+ft"
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
 DEVICES = 10
 SAMPLES_EACH = 40
-"""With fewer samples for each, fewer devices share a file, unless a number is given."""
+"""Smallest number of samples per device, by which the default number of devices is chosen."""
 
 
 def compared(
@@ -51,9 +51,9 @@ def compared(
 ) -> Experiment:
     """Return the experiment that compares ``methods`` on ``data``.
 
-    methods: names, separated by commas; ``+ft`` behind one judges each device's fine-tuned copy of the global model.
-    partition: its name and options, as in ``dirichlet,alpha=0.3``. settings: of all methods. Raises WrongUsage,
-    UnknownMethod, DataError.
+    methods: names separated by commas; the suffix ``+ft`` evaluates fine-tuned copies of the global model. partition:
+    name and options, such as ``dirichlet,alpha=0.3``. settings: of all methods. Raises WrongUsage, UnknownMethod,
+    DataError.
     """
     if task == OWN and not data:
         raise WrongUsage("add --data, a table, an npz file or a folder; --task digits needs none")
@@ -71,7 +71,8 @@ def compared(
     given = read_settings({**({} if rounds is None else {"rounds": rounds}), **(settings or {})}, "--set ")
     try:
         common = given.model_dump(mode="json", include=set(settings or {}))
-        if AUTO in methods.replace(" ", "").split(","):  # which sends int8: the others may as well
+        # auto sends int8, so all methods do
+        if AUTO in methods.replace(" ", "").split(","):
             common.setdefault("precision", "int8")
         experiment = Experiment(
             title=f"Methods on {Path(data).name or task}",
@@ -87,8 +88,9 @@ def compared(
             settings={key: value for key, value in common.items() if key not in ("rounds", "evaluation_interval")},
             methods=tuple(_methods(methods, given)),
         )
+        # each trial checks its settings
         for _ in trials(experiment, "", {}):
-            pass  # each checks its settings
+            pass
     except ValidationError as error:
         raise BadArgument("; ".join(f"--set {name}: {text}" for name, text in faults(error))) from None
     return experiment

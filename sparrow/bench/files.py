@@ -1,4 +1,4 @@
-"""Experiments in which each simulated device has a file of its own: the files that ``--data`` names."""
+"""The files of ``--data`` if each simulated device has a file of its own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ PLACES = ("{index}", "{name}")
 
 
 def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[str, ...]:
-    """Return the files of the first ``devices`` devices (None: all); () if the devices share ``data``.
+    """Return the files of the first ``devices`` devices (None: all), sorted by name; () if the devices share ``data``.
 
-    data: a folder of npz files or tables, or of folders that hold a folder for each class; a pattern such as
-    ``data/*.npz``; or a path with ``{index}`` or ``{name}`` in it, which are 0, 1, ... and device-0, device-1, ....
-    Files of a folder or pattern are in the order of their names.
-    Only a user's own files (the task npz) are such. Raises DataError, NoData.
+    data: a folder of npz files or tables, or of folders with a folder per class; a pattern such as ``data/*.npz``; or
+    a path with ``{index}`` (0, 1, ...) or ``{name}`` (device-0, device-1, ...). Only the task npz has such files.
+    Raises DataError, NoData.
     """
     if task != OWN or not data:
         return ()
@@ -31,7 +30,7 @@ def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[
         parts = {folder.name.lower() for folder in folders} & set(USES)
         found = list(map(str, files or [folder for folder in folders if not parts and _in_order(folder)[1]]))
         if not found:
-            # A folder for each class of pictures or sounds, which is dealt to all devices as one file is.
+            # A folder per class of pictures or sounds is distributed like a single file.
             return ()
     elif set(data) & set("*?["):
         found = sorted(glob(data))
@@ -50,7 +49,7 @@ def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[
 
 
 def _in_order(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the tables and npz files of a folder, and its folders, in order of name; none that are hidden."""
+    """Return the tables and npz files of a folder, and its folders, sorted and without hidden ones."""
     shown = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__")))
     files = [path for path in shown if path.name.lower().endswith(SUFFIXES)]
     return files, [path for path in shown if path.is_dir()]

@@ -1,4 +1,4 @@
-"""A page of results as HTML for a browser."""
+"""Conversion of result pages to HTML."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STYLE = (
 
 
 def write_html(page: Path) -> Path:
-    """Write a page of results as one HTML file beside it, with its pictures inside; return the file.
+    """Write a page as one HTML file beside it, with embedded pictures; return the file.
 
-    It knows what these pages are made of: headings, lists, tables, paragraphs, pictures of their own folder.
+    Supports only headings, lists, tables, paragraphs, and pictures in the same folder.
     """
     lines = page.read_text().splitlines()
     body = "\n".join(_blocks(lines, page.parent))
@@ -51,7 +51,7 @@ def _blocks(lines: Sequence[str], folder: Path) -> Iterator[str]:
 
 
 def _kind(line: str) -> str:
-    """Return the kind of a line by its beginning: heading, list, table, paragraph, or empty."""
+    """Return the kind of a line: "#" heading, "-" list, "|" table, "p" paragraph, or ""."""
     return line[0] if line[:1] in ("#", "|") else "-" if line.startswith("- ") else "p" if line.strip() else ""
 
 

@@ -1,8 +1,8 @@
-"""The figures of a trial, alike for every method, from its coordinator's records.
+"""Metrics of a trial from its coordinator's records, the same for every method.
 
-A device's accuracy is that of its personal model, or, if the method has none, of the global model, on the device's
-own test data. Bytes are bodies of payloads and updates as the devices counted them on the wire, evaluation apart. FLOPs
-are counted from shapes and masks.
+A device's accuracy is that of its personal model, or of the global model if the method has no personal ones, on the
+device's own test data. Bytes are bodies of payloads and updates on the wire, with evaluation separate. FLOPs are
+computed from shapes and masks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from ..protocol.messages import DeviceReport, Evaluation, Kind, Receipt, RoundRe
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy over devices. ``weighted``: by their test samples. ``std``: population standard deviation.
-    ``bottom_decile``: the floor(N/10)-th worst, counted from 1."""
+    """Accuracy over devices.
+
+    weighted: by test samples. std: population standard deviation. bottom_decile: the floor(N/10)-th worst, from 1.
+    """
 
     devices: int
     mean: float
@@ -53,11 +55,11 @@ def accuracy_over(devices: Sequence[tuple[float | None, int]]) -> Accuracy | Non
 
 @dataclass(frozen=True)
 class Point:
-    """The state of a trial after a round that was followed by an evaluation. Costs are sums over rounds so far and over
-    devices; ``seconds``, ``joules_measured`` and ``joules_estimated`` are those of training, transfer included, and
-    ``seconds_without_joules`` those of the seconds without known energy; ``counts`` are those of the method's device
-    halves and ``notes`` the coordinator's. ``counts`` is None in rows that are older than it; these have all in
-    ``notes``, or nothing. ``finetune_flops`` made the copies that were judged here, and no others; None in such rows.
+    """The state of a trial after an evaluated round.
+
+    Costs are sums over devices and rounds so far. seconds, joules_measured, joules_estimated: of training and transfer.
+    seconds_without_joules: those of unknown energy. counts: of the method's device halves. notes: of the coordinator.
+    finetune_flops: only of the copies evaluated in this round. counts and finetune_flops are None in older rows.
     """
 
     round: int
@@ -82,22 +84,22 @@ class Point:
 
     @property
     def counted(self) -> dict[str, int]:
-        """Everything that was counted, by name."""
+        """All counts by name."""
         return total([self.notes, self.counts or {}])
 
     @property
     def flops(self) -> int:
-        """FLOPs of training and of the fine-tuned copies that were judged."""
+        """FLOPs of training and of the evaluated fine-tuned copies."""
         return self.training_flops + (self.finetune_flops or 0)
 
 
 @dataclass(frozen=True)
 class Shifted:
-    """Accuracy of a trial's last models on another test set of each device that trained.
+    """Accuracy of a trial's last models on an additional test set of each device that trained.
 
-    test_set: the options of ``--data`` that make it. accuracy: of the model that counts for a device, its personal one
-    or else the global one; then of each alone, where there are any. devices, devices_global: those of the model that
-    counts and of the global one, device by device, in the order of the trial's result.
+    test_set: its options of ``--data``. accuracy: of the device's model, the personal one or else the global one.
+    accuracy_personal, accuracy_global: of each kind, if it exists. devices, devices_global: accuracies per device, in
+    the order of the trial's result.
     """
 
     test_set: dict[str, bool | int | float | str]
@@ -111,7 +113,7 @@ class Shifted:
 def shifted(
     test_set: dict[str, bool | int | float | str], found: Sequence[Evaluated], judged_as: str | None = None
 ) -> Shifted:
-    """Return the devices' results on a test set. judged_as: as in ``own``."""
+    """Return the results on a test set. judged_as: as in ``own``."""
     counting = [own(each, judged_as) for each in found]
     return Shifted(
         test_set=test_set,
@@ -133,9 +135,9 @@ def judged(reports: Sequence[DeviceReport]) -> list[tuple[str, Receipt]]:
 
 
 def own(found: Receipt | Evaluated, judged_as: str | None = None) -> Evaluation | None:
-    """Return the evaluation that counts for a device: its personal model's, or the global one's if there is none.
+    """Return the evaluation of a device's model, the personal one or else the global one.
 
-    judged_as: another of the method's ways to predict, which counts before these.
+    judged_as: another way of the method to predict, which takes precedence.
     """
     other = found.others.get(judged_as) if judged_as else None
     return other or found.personal or found.global_model
@@ -170,7 +172,7 @@ def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport],
 
 
 def rejudged(point: Point, found: Sequence[Evaluated], judged_as: str | None = None) -> Point:
-    """Return a point whose devices were judged once more, by other settings of the evaluation."""
+    """Return a point with a repeated evaluation under other settings."""
     accuracy, of_global, validation = _accuracies(found, judged_as)
     return replace(
         point,
@@ -184,7 +186,7 @@ def rejudged(point: Point, found: Sequence[Evaluated], judged_as: str | None = N
 def _accuracies(
     found: Sequence[Receipt | Evaluated], judged_as: str | None
 ) -> tuple[Accuracy | None, Accuracy | None, Accuracy | None]:
-    """Return the accuracy of the models that count, of the global one, and on validation data."""
+    """Return the accuracies of the devices' models, of the global one, and on validation data."""
     return (
         accuracy_of([each for each in (own(one, judged_as) for one in found) if each]),
         accuracy_of([each.global_model for each in found if each.global_model]),
@@ -193,7 +195,7 @@ def _accuracies(
 
 
 def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return sums by name; a count that is zero throughout is there."""
+    """Return sums by name, including zeros."""
     found: Counter[str] = Counter()
     for each in counts:
         found.update(each)
@@ -201,7 +203,7 @@ def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def idle(acts: Sequence[str], records: Sequence[RoundRecord]) -> tuple[str, ...]:
-    """Return those of a method's ``acts`` that are zero over all rounds: then its mechanism did nothing."""
+    """Return the method's ``acts`` that are zero over all rounds, for which its mechanism had no effect."""
     counted = total(each for record in records for each in (record.counts, record.notes))
     return tuple(name for name in acts if not counted.get(name))
 

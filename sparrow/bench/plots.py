@@ -1,4 +1,4 @@
-"""Pictures of results: small PNGs, one panel per point of the axes, and one colour per label everywhere."""
+"""Plots of results: small PNGs with a panel per point of the axes and consistent colours of labels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 DPI = 90
 Shape = TypeVar("Shape")
 Panels = Mapping[str, Mapping[str, Shape]]
-"""Title of the panel -> label -> what is drawn for it."""
+"""Title of a panel -> label -> its values."""
 Colours = Mapping[str, tuple[float, float, float]]
 
 
@@ -35,7 +35,7 @@ class Curve:
 
 
 def colours(labels: Sequence[str]) -> Colours:
-    """Return a colour for each label, by its place among them."""
+    """Return a colour for each label."""
     palette = matplotlib.color_sequences["tab10" if len(labels) <= 10 else "tab20"]
     return {label: matplotlib.colors.to_rgb(palette[i % len(palette)]) for i, label in enumerate(labels)}
 
@@ -102,7 +102,7 @@ def dots(
 
 
 def finish(figure: Figure, labels: Sequence[str], colour: Colours, path: Path) -> None:
-    """Add one legend below all panels, where it hides nothing."""
+    """Add one legend below all panels."""
     handles = [Line2D([], [], color=colour[label], lw=2, label=label) for label in labels]
     columns = max(1, min(len(labels), round(figure.get_figwidth() / 1.6)))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
@@ -110,7 +110,7 @@ def finish(figure: Figure, labels: Sequence[str], colour: Colours, path: Path) -
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Save a PNG with a palette, which takes a third of the size; the pictures are committed."""
+    """Save a PNG with a palette, a third of the size, since pictures are committed."""
     figure.set_layout_engine("constrained")
     figure.savefig(path)
     pyplot.close(figure)

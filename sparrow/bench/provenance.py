@@ -1,7 +1,7 @@
-"""The commit, the packages and the processor that compute a trial, so that its rows can be computed again.
+"""Provenance of trials: commit, packages and processor.
 
-Results repeat bit for bit where all of these are equal. Other processors and versions of PyTorch and ONNX Runtime add
-in another order.
+Results are bitwise reproducible if all of these are equal. Other processors, and other versions of PyTorch and ONNX
+Runtime, add in a different order.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("numpy", "onnx", "onnxruntime", "torch")
 OTHERS = ("benchmarks/rows", "benchmarks/queue.toml", "docs/results", "sparrow/bench/experiments/tuned.json")
-"""Where rows are kept, and the order of trials: a change there does not change what is computed."""
+"""Files of results and of the order of trials: their changes do not affect computations."""
 VECTORS = {
     *("amx_bf16", "amx_int8", "amx_tile", "avx", "avx2", "avx512_bf16", "avx512_vnni", "avx512bw", "avx512f"),
     *("asimd", "asimddp", "avx_vnni", "bf16", "fma", "i8mm", "sse4_2", "sve"),
 }
-"""The instructions by which the kernels of the runtimes choose how they add."""
+"""Instructions by which the runtimes choose kernels, and so the order of additions."""
 
 
 @dataclass(frozen=True)
 class Provenance:
     """The software and the machine that computed a trial.
 
-    commit: of the clone, "" outside of one; the commit with the rows comes after it. changes: files in which the clone
-    differed from it. packages: name -> version, Python's included. flags: vector instructions of the processor.
-    threads: with which a device trains.
+    commit: of the clone, "" outside of one. changes: number of files that differ from it. packages: name -> version,
+    including Python's. flags: vector instructions. threads: per training device.
     """
 
     commit: str
@@ -44,12 +43,12 @@ class Provenance:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Provenance:
-        """Return what a row of a file says."""
+        """Read the provenance of a row."""
         return cls(**{**row, "flags": tuple(row["flags"])})
 
 
 def provenance(threads: int) -> Provenance:
-    """Return what computes a trial here and now. threads: with which a device trains."""
+    """Return the provenance of this process. threads: per training device."""
     commit, changes = state_of(ROOT)
     processor, flags = _of_processor()
     return Provenance(commit, changes, _packages(), processor, flags, threads)
@@ -57,9 +56,9 @@ def provenance(threads: int) -> Provenance:
 
 @cache
 def state_of(root: Path) -> tuple[str, int]:
-    """Return the commit of a clone, and in how many files it differs from it; "" and 0 outside of one.
+    """Return a clone's commit and its number of changed files; "" and 0 outside of a clone.
 
-    Once in a process: it runs what it has imported, whatever is changed or committed afterwards.
+    Cached, since a process runs the code it has imported, regardless of later changes.
     """
     commit = _git(root, "rev-parse", "HEAD")
     return commit, len(_changes(root)) if commit else 0
@@ -72,7 +71,7 @@ def _changes(root: Path) -> list[str]:
 
 def _git(root: Path, *arguments: str) -> str:
     if not (root / ".git").exists():
-        # An installed package may lie within somebody else's clone.
+        # An installed package may be inside another project's clone.
         return ""
     try:
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
@@ -94,7 +93,7 @@ def _packages() -> dict[str, str]:
 
 @cache
 def _of_processor() -> tuple[str, tuple[str, ...]]:
-    """Return the name of the processor and its vector instructions; no instructions where the system does not say."""
+    """Return the processor's name and its vector instructions, () if unknown."""
     fields: dict[str, str] = {}
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

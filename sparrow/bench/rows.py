@@ -1,9 +1,9 @@
-"""Results as JSON lines: per trial a ``trial`` row, a ``point`` row per evaluated round, a ``shift`` row per further
-test set of its last models, ``analysis`` rows where its mechanism was analysed, and a ``result`` row.
+"""Results as JSON lines.
 
-The rows of a trial are written together when it has ended, so a file has complete trials only, and an interrupted and
-resumed trial has the same rows as an uninterrupted one. ``NAME.jsonl`` may be stored as ``NAME.jsonl.gz``: it is read
-and appended by either name.
+A trial has a ``trial`` row, a ``point`` row per evaluated round, a ``shift`` row per additional test set, ``analysis``
+rows if its mechanism was analysed, and a ``result`` row. They are written together at its end, so an interrupted and
+resumed trial has the same rows as an uninterrupted one. ``NAME.jsonl`` may be stored as ``NAME.jsonl.gz``; both names
+work for reading and appending.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ GZIP = ".gz"
 
 @dataclass(frozen=True)
 class DeviceResult:
-    """The end of a trial for one device. ``accuracy`` as in ``metrics``; ``state_bytes``: the size of its state.
+    """The result of a trial for one device.
 
-    inference_flops: one sample through its judged model, weights of zero left out; None if unknown. loss: of the judged
-    model; metrics: what else was measured of it, as of a regression. taken: the candidate that it ended with, where the
-    fleet helped to choose; usual: the one that was best for all; others: accuracies of all of them, or of a regression
-    what is left of 1 when their loss is taken off. The last five are missing in older rows.
+    accuracy: as in ``metrics``. state_bytes: size of its state. inference_flops: of one sample in the evaluated model,
+    without zero weights; None if unknown. loss, metrics: of the evaluated model. taken: the final candidate, if the
+    fleet helped to choose. usual: the best candidate over all devices. others: accuracies of all candidates, or 1 minus
+    the loss for a regression. Older rows lack the last five.
     """
 
     device: str
@@ -53,11 +53,11 @@ class DeviceResult:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial; ``wall_seconds`` from its first call to its last.
+    """The result of a trial.
 
-    inference_flops: one sample through the whole model. idle: the counts that prove that the method acted and are zero
-    over all rounds; None in rows that are older than such counts. engine: what trained; rows without are PyTorch's.
-    provenance: None in rows that are older than it.
+    wall_seconds: from its first call to its last. inference_flops: of one sample in the whole model. idle: counts of
+    the method's actions that stayed zero. engine: PyTorch in rows without one. idle and provenance are None in older
+    rows.
     """
 
     rounds: int
@@ -75,7 +75,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Numbers of one kind of analysis (``benchmarks.analysis``) after an evaluated round; 0: of the data."""
+    """The numbers of an analysis (``benchmarks.analysis``) after an evaluated round; round 0: of the data."""
 
     kind: str
     round: int
@@ -84,7 +84,7 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The rows of one trial. The last point is the end, because a federation is always evaluated at its end."""
+    """The rows of one trial. The last point is at its end."""
 
     trial: Trial
     points: tuple[Point, ...]
@@ -94,14 +94,14 @@ class Recorded:
 
 
 def append(path: Path, recorded: Recorded) -> None:
-    """Append a trial's rows to the file at ``path`` in one write, and cut off an earlier incomplete write."""
+    """Append a trial's rows to a file in one write; truncate an earlier incomplete write."""
     name = recorded.trial.name
     rows = [
-        # Not shortened: a trial is found again by its settings and the values of its axes.
+        # Not shortened, since settings and axes identify a trial.
         {"row": "trial", "trial": name, **recorded.trial.model_dump(mode="json")},
         *(_short({"row": "point", "trial": name, **asdict(point)}) for point in recorded.points),
         *(
-            # Nor is a test set, which is found again by what it is.
+            # Test sets are identified likewise.
             {**_short({"row": "shift", "trial": name, **asdict(each)}), "test_set": each.test_set}
             for each in recorded.shifts
         ),
@@ -121,20 +121,20 @@ def append(path: Path, recorded: Recorded) -> None:
 
 
 def stored(path: Path) -> Path:
-    """Return the file in which the rows of ``path`` are: the compressed one if it exists."""
+    """Return the compressed file of ``path`` if it exists, else ``path``."""
     compressed = path if path.suffix == GZIP else path.with_name(path.name + GZIP)
     return compressed if compressed.exists() else path
 
 
 def write_gzip(path: Path, content: bytes) -> None:
-    """Replace a compressed file; equal content gives equal bytes."""
+    """Replace a compressed file. Deterministic."""
     part = path.with_name(path.name + ".part")
     part.write_bytes(gzip.compress(content, 9, mtime=0))
     part.replace(path)
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file of rows, compressed or not; "" if there is none."""
+    """Return the text of a file of rows, compressed or not; "" if it does not exist."""
     file = stored(path)
     if not file.exists():
         return ""
@@ -142,7 +142,7 @@ def text_of(path: Path) -> str:
 
 
 def of_global_model(recorded: Recorded, trial: Trial) -> Recorded:
-    """Return the rows of ``trial``, which is the training of ``recorded`` with only its global model evaluated."""
+    """Return the rows of ``trial``, which has the training of ``recorded`` but evaluates only the global model."""
     points = [
         replace(point, accuracy=point.accuracy_global, accuracy_validation=None, finetune_flops=0)
         for point in recorded.points
@@ -156,9 +156,9 @@ def of_global_model(recorded: Recorded, trial: Trial) -> Recorded:
 
 
 def read(path: Path) -> list[Recorded]:
-    """Return the complete trials in a file, in its order. Raises SystemExit if it cannot be read.
+    """Return the complete trials in a file, in order. Raises SystemExit if it cannot be read.
 
-    A last line without its end is of a write that was cut short, as is a trial without its result: both are left out.
+    A truncated last line and a trial without a result are skipped.
     """
     trials: dict[str, Trial] = {}
     points: dict[str, list[Point]] = {}
@@ -168,10 +168,13 @@ def read(path: Path) -> list[Recorded]:
     for number, line in enumerate(text_of(path).split("\n")[:-1], start=1):
         try:
             row: dict[str, Any] = json.loads(line)
-            kind, name = row.pop("row"), row.pop("trial")
+            kind = row.pop("row")
+            name = row.pop("trial")
             if kind == "trial":
-                trials[name], points[name] = Trial.model_validate(row), []
-                shifts[name], analyses[name] = [], []
+                trials[name] = Trial.model_validate(row)
+                points[name] = []
+                shifts[name] = []
+                analyses[name] = []
             elif kind == "point":
                 points[name].append(_point(row))
             elif kind == "shift":
@@ -187,12 +190,12 @@ def read(path: Path) -> list[Recorded]:
                     Recorded(trials[name], tuple(points[name]), result, tuple(shifts[name]), tuple(analyses[name]))
                 )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SystemExit(f"{path}, line {number}: not a row of a trial ({error}); move the file away") from None
+            raise SystemExit(f"{path}, line {number}: not a row of a trial ({error}); move the file") from None
     return recorded
 
 
 def latest(recorded: Sequence[Recorded]) -> dict[str, Recorded]:
-    """Return the last rows of each trial by its name; a repeated run with other settings replaces the first."""
+    """Return the last rows of each trial by name."""
     return {each.trial.name: each for each in recorded}
 
 
@@ -210,7 +213,7 @@ def _with_accuracies(row: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    """Round floats to six significant digits, because rows are committed."""
+    """Round floats to six significant digits, since rows are committed."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
@@ -219,8 +222,9 @@ def _short(value: Any) -> Any:
 
 
 def without_timing(recorded: Sequence[Recorded]) -> list[dict[str, Any]]:
-    """Return the rows without the values that differ from run to run: seconds, joules, what computed, and bytes up,
-    because an update carries its seconds as text.
+    """Return the rows without values that vary between runs: seconds, joules, provenance, and uploaded bytes.
+
+    An update has its seconds as text, so its size varies.
     """
     energy = {"joules_measured", "joules_estimated", "seconds_without_joules"}
     timing = {"seconds", "wall_seconds", "machine", "provenance", "bytes_up", "evaluation_bytes_up"} | energy

@@ -1,7 +1,7 @@
-"""Runs trials: a coordinator process, a fleet, and the rows of their results.
+"""Running of trials: a coordinator process, a fleet, and the rows of their results.
 
-Each trial has a folder of its own with the coordinator's records and the devices' state. An interrupted trial
-resumes from there; its rows are written at its end.
+Each trial has a folder with the coordinator's records and the devices' state, from which it resumes after an
+interruption. Its rows are written at its end.
 """
 
 from __future__ import annotations
@@ -59,31 +59,31 @@ from .shift import Finished, check_test_sets, judge, read_finished
 FEDERATION = "trial"
 
 FINE_TUNING = "finetune_"
-"""The beginning of the settings by which a copy is trained before it is judged, and thrown away."""
+"""Prefix of the settings for fine-tuning a copy before its evaluation."""
 
 TUNED = FOLDER / "tuned.json"
-"""What was chosen for each built-in experiment, and from what: the ``tuned.json`` of its folder, by name."""
+"""Tuned settings of the built-in experiments and their scores: name -> the experiment's ``tuned.json``."""
 
 
 class Observer(Protocol):
-    """Looks at the devices of a trial, which work one at a time. error: of a look; it ends the fleet."""
+    """An observer of a trial's devices, which work one at a time. error: its failure, which ends the fleet."""
 
     error: Exception | None
 
     def __call__(self, stepped: Stepped) -> None:
-        """Look at a device after a step."""
+        """Analyse a device after a step."""
 
     def rows(self) -> tuple[Analysis, ...]:
-        """Return the rows of the trial, which has ended. Raises ``error``."""
+        """Return the rows of the ended trial. Raises ``error``."""
 
 
 Observe = Callable[[str, Plan, Path], AbstractContextManager[Observer]]
-"""Makes the observer of a trial that is about to run, from its server, its devices and its folder."""
+"""Function from a trial's server, devices and folder to its observer."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """The data and the work folder of an experiment; ``processes`` host the devices; ``compute`` is how they train."""
+    """The data and the work folder of an experiment, the number of processes and the device that trains."""
 
     data: str
     folder: Path
@@ -102,12 +102,11 @@ def run(
     seeds: Sequence[int] = (),
     observe: Observe | None = None,
 ) -> list[Recorded]:
-    """Run every trial of an experiment whose label is in ``only`` and whose seed is in ``seeds`` (all if they are
-    empty); return their rows.
+    """Run the trials of an experiment and return their rows.
 
-    Labels that judge the same training another way get their rows with it, asked for or not: it is not kept.
-    resume: keep the trials that are there, and go on with the one that was interrupted. Without it all is run anew.
-    observe: analyse what their mechanisms do, into a file of its own; then an interrupted trial begins anew.
+    only, seeds: labels and seeds to run (empty: all). Labels that evaluate the same training get their rows, too, since
+    models are not kept. resume: keep complete trials and continue an interrupted one. observe: analyse the mechanisms
+    into a separate file; an interrupted trial then restarts.
     """
     file = where.folder / ("analysis.jsonl" if observe else "results.jsonl")
     if not resume:
@@ -138,11 +137,10 @@ def _is_done(trial: Trial, done: Mapping[str, Recorded]) -> bool:
 
 
 def _same_training(trial: Trial, done: Iterable[Recorded]) -> Recorded | None:
-    """Return a recorded trial that differs only in evaluating a fine-tuned copy beside the global model, or None.
+    """Return a recorded trial with the same training that also evaluates fine-tuned copies, or None.
 
-    Fine-tuned copies are thrown away, so the two are one training, bit for bit, and need not be run twice. (New devices
-    keep theirs: of the model as it is they have found nothing. Nor is there anything to take from methods with personal
-    models, whose copies are of these.)
+    Fine-tuned copies are discarded, so both trainings are bitwise equal. This does not hold for new devices, which keep
+    their copies, and for methods with personal models, whose copies are fine-tuned.
     """
     if trial.method == AUTO or trial.settings.get("finetune_epochs", 0) or trial.new:
         return None
@@ -157,14 +155,13 @@ def _same_training(trial: Trial, done: Iterable[Recorded]) -> Recorded | None:
 
 
 def without_fine_tuning(trial: Trial) -> Trial:
-    """Return the trial without the settings that fine-tune a copy before it is judged."""
+    """Return the trial without settings for fine-tuned copies."""
     left = {key: value for key, value in trial.settings.items() if not key.startswith(FINE_TUNING)}
     return trial.model_copy(update={"settings": left})
 
 
 def read_tuning(folder: Path, name: str, experiment: Experiment) -> dict[str, Any]:
-    """Return the record of tuning from this folder, or the built-in one of this experiment or of the one that it is
-    like, or nothing."""
+    """Return the record of tuning from this folder, else the built-in one of this or the base experiment, else {}."""
     record: dict[str, Any] = {}
     if (folder / "tuned.json").exists():
         record = json.loads((folder / "tuned.json").read_text())
@@ -175,7 +172,7 @@ def read_tuning(folder: Path, name: str, experiment: Experiment) -> dict[str, An
 
 
 def read_tuned(folder: Path, name: str, experiment: Experiment) -> dict[str, dict[str, Value]]:
-    """Return the tuned settings by label, as ``read_tuning`` finds them."""
+    """Return the tuned settings by label."""
     tuned: dict[str, dict[str, Value]] = read_tuning(folder, name, experiment).get("tuned", {})
     return tuned
 
@@ -183,11 +180,10 @@ def read_tuned(folder: Path, name: str, experiment: Experiment) -> dict[str, dic
 def run_trial(
     trials: Sequence[Trial], where: Where, retuned: Sequence[Trial] = (), *, observe: Observe | None = None
 ) -> list[Recorded]:
-    """Run one training, from the start or from an interruption, and return the rows of each trial that evaluates it.
+    """Run or resume one training and return the rows of each trial that evaluates it.
 
-    retuned: trials that differ from these in how a copy is fine-tuned before it is judged (``finetune_``...), and so
-    not in training. They have the last point alone. observe: begin at the start, one device at a time, and look at
-    the devices whenever they are evaluated.
+    retuned: trials that differ only in fine-tuning copies (``finetune_``...); they only have the last point. observe:
+    start anew, with one device at a time, and analyse devices after evaluations.
     """
     trial = trials[0]
     digest = hashlib.sha256(trial.model_dump_json().encode()).hexdigest()[:16]
@@ -232,7 +228,7 @@ def run_trial(
 def _play(
     server: str, trial: Trial, plan: Plan, folder: Path, where: Where, observe: Observe | None
 ) -> tuple[Result, tuple[Analysis, ...]]:
-    """Run a trial's devices to the end of its federation; return what they did, and the rows of an observer."""
+    """Run a trial's devices to the end of its federation; return the fleet's result and the observer's rows."""
     with observe(server, plan, folder) if observe else nullcontext() as observer:
         fleet = run_fleet(
             server,
@@ -247,9 +243,9 @@ def _play(
 
 
 def _with_late(recorded: Recorded, found: Mapping[int, Evaluated]) -> Recorded:
-    """Return the rows with the figures of new devices, by index, that reported none.
+    """Add the results of new devices without a report, by index.
 
-    With DM-PFL a new device catches up on the last round for everyone, which does not judge, and adapts nothing then.
+    A new device of DM-PFL catches up on the last common round, which has no evaluation, and does not adapt.
     """
 
     def judged_late(device: DeviceResult) -> DeviceResult:
@@ -267,7 +263,7 @@ def _with_late(recorded: Recorded, found: Mapping[int, Evaluated]) -> Recorded:
 
 
 def _retuned(finished: Finished, recorded: Recorded, trial: Trial, plan: Plan, where: Where) -> Recorded:
-    """Return the rows of a trial whose training is the recorded one, its devices judged as it has them fine-tuned."""
+    """Return the rows of a trial with the recorded training and its own fine-tuned copies."""
     tuning = {key: value for key, value in trial.settings.items() if key.startswith(FINE_TUNING)}
     known = finished.known
     settings = known.info.settings.model_copy(update=tuning)
@@ -282,7 +278,7 @@ def _retuned(finished: Finished, recorded: Recorded, trial: Trial, plan: Plan, w
 
 
 def plan_of(trial: Trial, where: Where) -> Plan:
-    """Return the devices of a trial and their data. Raises DataError if these are not the experiment's."""
+    """Return the devices of a trial and their data. Raises DataError if the data do not fit the experiment."""
     files = files_of_devices(trial.task, where.data, trial.devices + trial.new)
     if files and trial.data_text:
         raise DataError(
@@ -301,10 +297,10 @@ def plan_of(trial: Trial, where: Where) -> Plan:
 
 
 def check(trials: Iterable[Trial], where: Where) -> None:
-    """Load the devices' data, so that missing data are reported before anything is trained.
+    """Load the devices' data, to report missing data before the training.
 
-    That is one device of each way to deal the data; every device where they are not dealt, whose models must be alike.
-    Raises DataError, UnknownTask, UnknownMethod.
+    Load one device per partition, or every device if each has its own file. Raises DataError, UnknownTask,
+    UnknownMethod.
     """
     seen: set[tuple[object, int]] = set()
     for trial in trials:
@@ -329,7 +325,7 @@ def _load_own(publishing: own_files.Publishing, task: str, data: str, **given: A
 
 
 def publishing_of(trial: Trial, plan: Plan) -> own_files.Publishing | None:
-    """Return what is published of files that each device has of its own: the classes of all; None for other data."""
+    """Return the classes of all devices' files, which are published; None for other data."""
     if trial.task != OWN or not isinstance(plan.data, tuple):
         return None
     return own_files.Publishing(classes=own_files.classes_of(plan.data))
@@ -358,7 +354,7 @@ def _data_text(where: Where, dealt: str) -> str:
 
 
 def collect(server: str, trial: Trial, wall_seconds: float, engine: EngineName, compute: Compute) -> Recorded:
-    """Return the rows of an ended trial from its coordinator's records. engine, compute: what trained, and how."""
+    """Return the rows of an ended trial from its coordinator's records. engine, compute: of the training."""
     with httpx.Client(base_url=server, timeout=60) as client:
 
         def get(path: str) -> Any:
@@ -402,7 +398,7 @@ def collect(server: str, trial: Trial, wall_seconds: float, engine: EngineName, 
 def _devices(
     trial: Trial, devices: Sequence[DeviceInfo], reports: dict[int, list[DeviceReport]]
 ) -> tuple[DeviceResult, ...]:
-    """Return each device's end: its last evaluation or, for a new one, its report after adapting."""
+    """Return each device's last evaluation, or a new device's report after adapting."""
     last: dict[str, Receipt] = {}
     rounds: dict[str, int] = {}
     for number in sorted(reports):

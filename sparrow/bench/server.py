@@ -1,4 +1,4 @@
-"""A coordinator process for benchmarks on a free port of this machine, and a short description of the machine."""
+"""A coordinator process for benchmarks, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from edge_sdk.tasks.compute import PROCESSOR, USUAL, Compute
 
 @contextlib.contextmanager
 def coordinator(folder: Path) -> Iterator[str]:
-    """Start ``uvicorn coordinator.main:app`` with its data and log in ``folder``; yield its address."""
+    """Context manager: start a coordinator with its data and log in ``folder``; yield its address."""
     with started(folder) as (server, _):
         yield server
 
 
 @contextlib.contextmanager
 def started(folder: Path) -> Iterator[tuple[str, int]]:
-    """Do as ``coordinator`` does; yield its address and the number of its process."""
+    """Context manager: as ``coordinator``, but yield its address and process id."""
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "coordinator.log").open("a") as log:
-        # A session of its own: Ctrl-C is for the benchmark, which stops the coordinator when the devices are done.
+        # In a session of its own, it does not receive Ctrl-C: the benchmark stops it after the devices.
         process = subprocess.Popen(
             command(port), stdout=log, stderr=log, env=os.environ | environment(folder), start_new_session=True
         )
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 def wait_until_healthy(server: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Return when the coordinator at this address answers. Raises SystemExit with its log if it does not."""
+    """Wait until the coordinator answers. Raises SystemExit with its log if it does not."""
     for _ in range(600):
         if process.poll() is not None:
             raise SystemExit(f"the coordinator did not start:\n{log.read_text()}")
@@ -83,7 +83,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def machine(compute: Compute = USUAL) -> str:
-    """Return a short description of this machine, and of its GPU where that is what computes."""
+    """Return a short description of this machine, with its GPU if ``compute`` uses it."""
     described = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
     if compute.device == PROCESSOR:
         return described

@@ -1,13 +1,11 @@
 """Evaluation of a trial's last models on shifted test sets, without rounds.
 
-After a federation has ended, its fleet's state folders have the personal models and the coordinator has the global one.
-Each device is opened again with a ``--data`` that changes its test samples only, and the method's device half evaluates
-as in the federation's last evaluation, with the method's own rule for the answering model. Nothing is written, and the
-coordinator's records do not change.
+Each device is opened from its state folder with a ``--data`` that only changes its test samples, and the method's
+device half evaluates as in the federation's last evaluation. State folders and the coordinator's records do not change.
 
-With ``finetune_epochs`` an evaluation trains a copy of a model and discards it; here it is trained again, to the same
-bits, once for all test sets of a device. One thing differs: a device that was never drawn had no personal model then,
-and the one that it has adapted since does not count.
+With ``finetune_epochs``, the fine-tuned copy of a model is trained again, bitwise equal, once for all test sets of a
+device. One difference remains: a device that was never drawn had no personal model at the evaluation, and the one it
+has adapted later is ignored.
 """
 
 from __future__ import annotations
@@ -55,16 +53,16 @@ from ..simulation.host import Plan
 log = logging.getLogger(__name__)
 
 DataOfDevices = str | tuple[str, ...] | None
-"""``--data`` of all devices, or of each its own; None for the task's built-in data."""
+"""``--data`` of all devices, or one per device; None for the task's built-in data."""
 
 
 @dataclass(frozen=True)
 class Finished:
     """A federation that has ended.
 
-    model: the global one, or its shared part; None if evaluations send nothing. root: the devices' state folders;
-    reference: the model that personal models are differences from. sessions: of the training step, where ONNX Runtime
-    trained; None where PyTorch did.
+    model: the global one, or its shared part; None if evaluations send no model. root: folder of the devices' state
+    folders. reference: model from which personal models are stored as differences. sessions: of ONNX Runtime's training
+    step, None with PyTorch.
     """
 
     known: Known
@@ -75,7 +73,7 @@ class Finished:
 
 
 def read_finished(server: str, federation: str, folder: Path, engine: EngineName) -> Finished:
-    """Return an ended federation from its coordinator and the trial's folder. engine: what trained it."""
+    """Read an ended federation from its coordinator and the trial's folder. engine: of the training."""
     root = folder / "devices"
     with httpx.Client(base_url=server, timeout=60) as client:
         transport = Transport(client)
@@ -93,16 +91,16 @@ def read_finished(server: str, federation: str, folder: Path, engine: EngineName
 
 
 def check_test_sets(plan: Plan, task: str, seed: int, texts: Sequence[str]) -> None:
-    """Load the first device's task on each test set, so that errors appear before hours of training.
+    """Load the first device's task on each test set, to report errors before the training.
 
-    texts: of ``--data``, as ``Plan`` has them. Raises DataError.
+    texts: of ``Plan.data``. Raises DataError.
     """
     for text in texts:
         load_task(task, replace(plan, data=text).data_of(0), device=plan.name(0), seed=seed, batch_size=1)
 
 
 def _newest_values(folder: Path) -> Tensors:
-    """Return the shared part of a model, which the coordinator sends to its devices only."""
+    """Return the shared part of a model, which the coordinator sends only to its devices."""
     files = sorted((folder / "coordinator").glob("**/models/*.safetensors"))
     return checkpoint.load([file for file in files if ".state." not in file.name][-1].read_bytes())[0]
 
@@ -115,10 +113,9 @@ def judge(
     processes: int | None,
     devices: Sequence[int] | None = None,
 ) -> list[list[Evaluated]]:
-    """Return the results of ``devices``, by default those that trained, on every test set, each given as ``Plan.data``;
-    by test set.
+    """Return the results of ``devices`` (by default those that trained) by test set, each given as ``Plan.data``.
 
-    Raises DataError, and KeyboardInterrupt.
+    Raises DataError, KeyboardInterrupt.
     """
     number = 1 if plan.compute.device != PROCESSOR else processes or os.cpu_count() or 1
     devices = range(plan.devices) if devices is None else devices
@@ -203,7 +200,7 @@ def _judge(job: Job, method: str) -> Evaluated:
 
 
 def _payload(manifest: Manifest, model: Tensors, held: Mask | None, info: FederationInfo) -> bytes:
-    """Return the global model as an evaluation sends it. ``held``: the mask that the device received last."""
+    """Return the global model's payload of an evaluation. held: the last mask that the device received."""
     mask = held if isinstance(held, ElementMask) and _covers(held, model) else None  # else it is sent whole
     precision = info.settings.precision_of("down", Kind.evaluate)
     return bundle.encode(manifest, pack(manifest, model, mask), mask, precision=precision)
@@ -216,7 +213,7 @@ def _covers(mask: ElementMask, model: Tensors) -> bool:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 _judge_one: Callable[[int], list[Evaluated]] | None = None
-"""What a worker process does with an index; it inherits it, being forked."""
+"""The function of a worker process, from an index; inherited by the fork."""
 
 
 def _become_worker(judge_one: Callable[[int], list[Evaluated]]) -> None:

@@ -1,10 +1,10 @@
-"""``tune``: settings chosen on validation data, from runs that are long enough and grids that are wide enough.
+"""``tune``: choice of settings on validation data.
 
-A tuning run is at least half as long as the run itself, and a trial in which the method's mechanism did nothing (a
-count of ``DeviceMethod.acts`` is zero) is no basis of a choice. Where the best rate is at the edge of the
-grid, this goes on there by its own ratio, with the other settings as in the best point, until the values on both sides
-of the best one were tried, or ``Tuning.extensions`` times. Epochs are chosen among those given: they are what a
-comparison allows a device, and the most always fit best.
+A tuning run has at least half of the run's rounds. Trials in which the method's mechanism had no effect (a count of
+``DeviceMethod.acts`` is zero) are ignored. If the best rate is at an edge of the grid, the grid is extended there by
+its own ratio, with the best point's other settings, until both neighbours of the best rate were tried, or
+``Tuning.extensions`` times. Epochs are not extended: they are the budget of a comparison, and the largest always fits
+best.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from .rows import Recorded
 from .runner import Where, run_trial, without_fine_tuning
 
 EXTENDED = ("rate",)
-"""Endings of the settings whose grids go on beyond their edges."""
+"""Suffixes of the settings whose grids are extended."""
 
 Point = dict[str, Value]
 
 
 class NothingActed(SdkError):
-    """A method's mechanism did nothing in any tuning trial; the text says how many rounds to ask for."""
+    """A method's mechanism had no effect in any tuning trial; the message gives a number of rounds."""
 
     exit_code = Exit.USAGE
 
 
 @dataclass
 class Choice:
-    """The search for one label's settings. scores: validation accuracy by point, None where the mechanism was idle.
+    """The search for one label's settings.
 
-    beyond: the points that the grid does not have.
+    scores: validation accuracy by point, None if the mechanism was idle. beyond: points outside of the grid.
     """
 
     rounds: int
@@ -54,26 +54,25 @@ class Choice:
 
     @property
     def best(self) -> Point:
-        """The point of the best validation accuracy; of equal ones the first."""
+        """The first point of the best validation accuracy."""
         known = {point: score for point, score in self.scores.items() if score is not None}
         best: Point = json.loads(max(known, key=known.__getitem__))
         return best
 
     @property
     def open_edges(self) -> dict[str, list[Value]]:
-        """The settings whose best value has untried values next to it, with these."""
+        """Settings whose best value has untried neighbours, with these."""
         return open_edges(map(json.loads, self.scores), self.best)
 
 
 def tune(
     experiment: Experiment, name: str, where: Where, *, scale: float, resume: bool, only: Sequence[str] = ()
 ) -> dict[str, Point]:
-    """Try every point of the grid for every method; keep, per label, the one with the best validation accuracy.
+    """Try every point of the grid for every method and return the best settings by label.
 
-    only: labels of the methods to tune (empty: all); with ``resume`` what is chosen for the others stays. The mean over
-    devices and seeds of the accuracy on validation data at the end of a trial decides; ties go to the point that was
-    tried first. Writes ``tuning.jsonl`` (every trial) and ``tuned.json`` (what was chosen, and from what). Raises
-    BadExperiment for runs that are too short, NothingActed.
+    only: labels to tune (empty: all); with ``resume`` the choices for others stay. The criterion is the final accuracy
+    on validation data, a mean over devices and seeds; the first point wins ties. Writes ``tuning.jsonl`` (every trial)
+    and ``tuned.json`` (the choices and their scores). Raises BadExperiment for runs that are too short, NothingActed.
     """
     if experiment.tune is None:
         raise SystemExit(f"{name} has no [tune]; add it with a grid")
@@ -119,8 +118,10 @@ def tune(
 
 
 def missing(experiment: Experiment, name: str, file: Path, only: Sequence[str] = ()) -> list[Trial]:
-    """Return the tuning trials that have no rows in a file and are asked for next; those beyond an edge of the grid are
-    asked for when it is complete. only: labels (empty: all)."""
+    """Return the next tuning trials without rows; those outside of the grid follow when it is complete.
+
+    only: labels (empty: all).
+    """
     done = {_key(each.trial): each for each in rows.read(file)}
     found: list[Trial] = []
 
@@ -142,8 +143,10 @@ def search(
     result: Callable[[Trial, Sequence[Trial]], Recorded | None],
     scale: float = 1.0,
 ) -> Choice | None:
-    """Return the choice for a method. result: returns a trial's rows, or None if it is not to be run: of a grid that is
-    not complete nothing is chosen; the trials beside it will be asked for next. Raises NothingActed."""
+    """Return the choice for a method. Raises NothingActed.
+
+    result: returns a trial's rows, or None without running it; an incomplete grid gives no choice.
+    """
     assert experiment.tune is not None, "only what has [tune] is tuned"
     choice = Choice(experiment.tuning_rounds(run, scale))
     points, idle = grid_points(experiment.grid_of(run)), set[str]()
@@ -168,7 +171,7 @@ def search(
 def _asked(
     experiment: Experiment, name: str, run: MethodRun, points: Sequence[Point], scale: float
 ) -> dict[str, list[Trial]]:
-    """Return the trials of each point, without points that a setting cannot have."""
+    """Return the trials of each valid point."""
     assert experiment.tune is not None, "only what has [tune] is tuned"
     asked: dict[str, list[Trial]] = {}
     for point in points:
@@ -180,7 +183,7 @@ def _asked(
 
 
 def _score(found: Sequence[Recorded]) -> float | None:
-    """Return the mean accuracy on validation data at the trials' ends; None if the mechanism was idle in one."""
+    """Return the mean final accuracy on validation data, None if the mechanism was idle in a trial."""
     if any(each.result.idle for each in found):
         return None
     last = [each.points[-1].accuracy_validation if each.points else None for each in found]
@@ -201,8 +204,7 @@ def _too_short(experiment: Experiment, run: MethodRun, idle: Sequence[str]) -> s
 
 
 def open_edges(tried: Iterable[Point], best: Point) -> dict[str, list[Value]]:
-    """Return the rates of which a value next to the best one was not tried with its other
-    settings, and those values: at the edge of what was tried at all, the next one by the ratio of the last two."""
+    """Return the untried neighbours of the best values, by rate; beyond an edge, the next value by the last ratio."""
     points = list(tried)
     found: dict[str, list[Value]] = {}
     for key, value in best.items():
@@ -230,7 +232,7 @@ def _next(edge: float, inner: float) -> float:
 
 
 def _train_alike(trial: Trial, other: Trial) -> bool:
-    """Return whether two trials differ only in fine-tuning copies that are thrown away, and so not in training."""
+    """Return True if two trials have the same training and differ only in fine-tuning discarded copies."""
     both = all(each.settings.get("finetune_epochs", 0) for each in (trial, other))
     return both and not trial.new and without_fine_tuning(trial) == without_fine_tuning(other)
 

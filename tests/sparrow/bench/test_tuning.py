@@ -162,11 +162,11 @@ def test_the_page_tells_short_runs_and_edges():
 @pytest.mark.parametrize(
     ("command", "label", "said"),
     [
-        ("run", "FedSPU+SE", "nothing of this label is run (did you mean FedSPU+ES?); there are FedSPU, FedSPU+ES,"),
+        ("run", "FedSPU+SE", "no method of this label is run (did you mean FedSPU+ES?); there are FedSPU, FedSPU+ES,"),
         (
             "tune",
             "FedSPU+ES",
-            "nothing of this label is tuned by itself (did you mean FedSPU?); there are FedSPU, FedAvg",
+            "no method of this label is tuned separately (did you mean FedSPU?); there are FedSPU, FedAvg",
         ),
     ],
 )
