@@ -112,27 +112,28 @@ def _claims(options: argparse.Namespace) -> None:
 
 def _options(parser: Parser) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_run(
-        commands.add_parser(
-            "analyse", help="run every trial, one device at a time, and analyse what its mechanism does"
-        )
-    )
-    report = commands.add_parser("report", help="all tables and plots of the recorded trials")
+    add_run(commands.add_parser("analyse", help="run every trial, one device at a time, and analyse its mechanism"))
+    report = commands.add_parser("report", help="write all tables and plots of the recorded trials")
     add_report(report)
     report.add_argument(
-        "--pictures", nargs="*", choices=KINDS, metavar="KIND", default=KINDS, help=f"of {', '.join(KINDS)}"
+        "--pictures",
+        nargs="*",
+        choices=KINDS,
+        metavar="KIND",
+        default=KINDS,
+        help=f"plots: {', '.join(KINDS)}",
     )
     queued = commands.add_parser(
         "queue", help="run the committed list of long trials, one after the other, at low priority"
     )
-    queued.add_argument("--data", default="", help="the folder with the data of all experiments")
-    queued.add_argument("--list", action="store_true", help="print the trials that wait, and run none")
-    small = commands.add_parser("small", help="make small sets of samples, such as people bring, for experiments")
-    small.add_argument("--data", default="", help="the folder with the data of all experiments")
-    small.add_argument("--out", type=Path, default=Path("runs/small"), help="where they go (default: %(default)s)")
-    small.add_argument("name", nargs="*", help=f"of {', '.join(SETS)} (default: all)")
-    measured = commands.add_parser("claims", help="write what the pages of results say from committed rows")
-    measured.add_argument("--pictures", action="store_true", help="draw their pictures anew, too")
+    queued.add_argument("--data", default="", help="folder with the data of all experiments")
+    queued.add_argument("--list", action="store_true", help="print the pending trials without running them")
+    small = commands.add_parser("small", help="make small data sets, like those of users, for experiments")
+    small.add_argument("--data", default="", help="folder with the data of all experiments")
+    small.add_argument("--out", type=Path, default=Path("runs/small"), help="output folder (default: %(default)s)")
+    small.add_argument("name", nargs="*", help=f"sets to make: {', '.join(SETS)} (default: all)")
+    measured = commands.add_parser("claims", help="write the numbers on the pages of results from committed rows")
+    measured.add_argument("--pictures", action="store_true", help="also draw their pictures")
 
 
 COMMAND = Command("python -m benchmarks", "Analyses, and the rows and pages of results.", _options, _run)

@@ -55,15 +55,24 @@ DENSITY = 0.2
 UPDATES = 8
 """Different updates that are folded in turn: 73 MB of them dense, more than caches hold."""
 TURNS = 5
-"""How often all kinds are measured, one after another."""
+"""Number of times that all kinds are measured in turn."""
 
 
 def network() -> nn.Module:
     """Return a CNN of 2.28 million parameters: two convolutions with batch norm, a flatten, two linear layers."""
     return nn.Sequential(
-        *(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(64, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(128 * 8 * 8, 269), nn.ReLU(), nn.Linear(269, 10)),
+        nn.Conv2d(3, 64, 3, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 128, 3, padding=1),
+        nn.BatchNorm2d(128),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128 * 8 * 8, 269),
+        nn.ReLU(),
+        nn.Linear(269, 10),
     )
 
 
@@ -183,7 +192,9 @@ def measure(repetitions: int) -> dict[str, tuple[float, float]]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aggregation", description=__doc__.split("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=80, help="additions of each kind and turn; the least counts")
+    parser.add_argument(
+        "--repetitions", type=int, default=80, help="additions of each kind per turn; the minimum counts"
+    )
     options = parser.parse_args(arguments)
     found = measure(options.repetitions)
     print(f"2.28 M parameters, one thread, {machine()}; least of {TURNS} x {options.repetitions}, processor time\n")

@@ -202,7 +202,7 @@ Ratios are medians over turns, with their range.
 def main() -> None:
     """Measure, and write rows and page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.browser", description=__doc__.partition("\n")[0])
-    parser.add_argument("what", nargs="?", choices=("page",), help="write the page alone")
+    parser.add_argument("what", nargs="?", choices=("page",), help="write only the page")
     options = parser.parse_args()
     rows_file = ROWS / "browser.jsonl"
     if options.what is None:

@@ -242,7 +242,9 @@ def page(planned: float, own: list[Row], equal: list[Row], by: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run both federations, print and write the page; return 1 if a bound is not met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__.split("\n")[0])
-    parser.add_argument("--processor-time", action="store_true", help="for a machine that others use too")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="measure processor time, for a machine with other load"
+    )
     options = parser.parse_args(arguments)
     clock = Clock(processor=options.processor_time)
     by = "of the processor and of rests" if options.processor_time else "by the wall"

@@ -142,7 +142,9 @@ def table_of(rows: list[Row]) -> str:
         }
         body.append(
             (
-                *(task, str(len(found)), f"{100 * statistics.mean(row['clipped'] for row in found):.2f} %"),
+                task,
+                str(len(found)),
+                f"{100 * statistics.mean(row['clipped'] for row in found):.2f} %",
                 f"{100 * max(row['most_clipped'] for row in found):.0f} %",
                 *(f"{average[name]:.1f} %" for name in names),
                 *(f"{moved[name]:+.2f}" for name in names),

@@ -151,14 +151,23 @@ def devices(folder: Path, server: str, seed: int) -> Iterator[list[subprocess.Po
         for index, budget in enumerate(BUDGETS):
             home = folder / name(index)
             home.mkdir()
-            command = [
-                *(sys.executable, "-m", "edge_sdk.join", "--server", server, "--federation", "demo"),
-                *("--device-name", name(index), "--budget", str(budget), "--state-dir", str(home / "state")),
-                *("--data", f"index={index},of={len(BUDGETS)},alpha={ALPHA},seed={seed}", "--watts", WATTS),
-                *("--export", str(home / "model.onnx"), "--wait", "60", "--threads", "1", "--quiet"),
-                *("--engine", "onnx"),
-                *("--policy", "none"),  # five devices share this machine, and each would wait for the others
-            ]
+            options = {
+                "--server": server,
+                "--federation": "demo",
+                "--device-name": name(index),
+                "--budget": str(budget),
+                "--state-dir": str(home / "state"),
+                "--data": f"index={index},of={len(BUDGETS)},alpha={ALPHA},seed={seed}",
+                "--watts": WATTS,
+                "--export": str(home / "model.onnx"),
+                "--wait": "60",
+                "--threads": "1",
+                "--engine": "onnx",
+                # five devices share this machine, and each would wait for the others
+                "--policy": "none",
+            }
+            words = [word for option in options.items() for word in option]
+            command = [sys.executable, "-m", "edge_sdk.join", "--quiet", *words]
             with (home / "log").open("w") as log:
                 processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
         yield processes

@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the page; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.energy", description=__doc__.split("\n")[0])
     parser.add_argument("--results", type=Path, default=ROWS, help="folder of the rows (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="another file than the page of results")
+    parser.add_argument("--out", type=Path, help="output file (default: the page of results)")
     options = parser.parse_args(arguments)
     recorded = [
         trial

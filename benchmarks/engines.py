@@ -182,7 +182,9 @@ def accuracy(task: str, data: Path | None, seeds: int) -> Row:
             for seed in range(seeds):
                 name = f"seed-{seed}"
                 publish(
-                    *(server, name, task),
+                    server,
+                    name,
+                    task,
                     method="fedspu",
                     rounds=ROUNDS,
                     cohort=COHORT,

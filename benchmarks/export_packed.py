@@ -60,9 +60,9 @@ print(time.perf_counter() - start, peak() - before)
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.export_packed", description=__doc__.split("\n")[0])
-    parser.add_argument("--task", action="append", help=f"may be given again (default: {', '.join(TASKS)})")
-    parser.add_argument("--runs", type=int, default=300, help="of each model (default: %(default)s)")
-    parser.add_argument("--loads", type=int, default=5, help="of each file (default: %(default)s)")
+    parser.add_argument("--task", action="append", help=f"a task; may be repeated (default: {', '.join(TASKS)})")
+    parser.add_argument("--runs", type=int, default=300, help="runs of each model (default: %(default)s)")
+    parser.add_argument("--loads", type=int, default=5, help="loads of each file (default: %(default)s)")
     parser.add_argument("--data", type=Path, help="folder of mnist.npz and cifar10.npz, for training and evaluation")
     options = parser.parse_args(arguments)
     tasks = options.task or TASKS

@@ -227,8 +227,15 @@ def page(rows: list[Row]) -> str:
                 ]
             )
     head = [
-        *("network", "batch", "budget in, gates of off blocks", "FedAvg, ms a batch", "pFedGate, ms", "ratio"),
-        *("to small networks", "memory, MB", "to FedAvg's"),
+        "network",
+        "batch",
+        "budget in, gates of off blocks",
+        "FedAvg, ms a batch",
+        "pFedGate, ms",
+        "ratio",
+        "to small networks",
+        "memory, MB",
+        "to FedAvg's",
     ]
     return HEAD.format(machine=rows[0]["machine"], share=SHARE) + "\n" + markdown_table(head, lines) + "\n"
 

@@ -122,7 +122,7 @@ def _popular(samples: int, only: str) -> Iterator[Row]:
 def main() -> int:
     """Print the table, and return 1 if a step is refused or too many predictions are beyond the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="models whose name has this")
+    parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--samples", type=int, default=8)
     options = parser.parse_args()
     kinds = [_built_in]

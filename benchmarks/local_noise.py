@@ -191,7 +191,7 @@ def main() -> int:
     """Run all rows and write the page, or print accuracy by clip."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.local_noise", description="Cost of local noise.")
     parser.add_argument("--clips", action="store_true", help="print accuracy by clip instead")
-    parser.add_argument("--page", action="store_true", help="make the page anew instead, from the rows that are there")
+    parser.add_argument("--page", action="store_true", help="only write the page from recorded rows")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="federations at a time (default: cores)")
     options = parser.parse_args()
     if options.clips:

@@ -139,10 +139,12 @@ def _share(rows: Sequence[Row], what: str, name: str, bound: float) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and save the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", choices=TASKS, action="append", help="may be given again (default: all)")
-    parser.add_argument("--batch", type=int, choices=BATCHES, action="append", help="likewise")
+    parser.add_argument("--only", choices=TASKS, action="append", help="a task; may be repeated (default: all)")
+    parser.add_argument(
+        "--batch", type=int, choices=BATCHES, action="append", help="a batch size; may be repeated (default: all)"
+    )
     parser.add_argument("--runs", type=int, default=3, help="runs of each cell (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="steps that a run measures (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps per run (default: %(default)s)")
     options = parser.parse_args(arguments)
     turns = [(t, b) for _ in range(options.runs) for t in options.only or TASKS for b in options.batch or BATCHES]
     path = ROWS / "prediction.jsonl"

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sampling", description=__doc__)
     parser.add_argument("--fixtures", type=Path, default=TREES, help="folder of copied devices")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long each meter with its thread runs")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each meter's run")
     parser.add_argument("--reads", type=int, default=200, help="reads of each source")
     options = parser.parse_args(arguments)
     systems = {"this machine": System.here()}

@@ -145,7 +145,7 @@ class Flower:
 def main() -> None:
     """Measure, and write rows and page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.secure", description="Measure secure aggregation.")
-    parser.add_argument("--turns", type=int, default=TURNS, help="how often each kind of round is measured")
+    parser.add_argument("--turns", type=int, default=TURNS, help="measurements of each kind of round")
     turns = parser.parse_args().turns
     sharing = choose_sharing(DEVICES, COLLUDERS, DROPOUTS)
     assert sharing is not None

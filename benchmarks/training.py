@@ -41,8 +41,13 @@ DENSITIES = (0.05, 0.1, 0.2, 0.5, 0.8)
 BATCHES = (32, 128, 512)
 THREADS = (1, 2)
 MODELS = (
-    *("mnist:small", "mnist:fedsgc", "mnist:leaf"),
-    *("cifar10:fedspu", "cifar10:fedsgc", "cifar10:dmpfl", "cifar10:pfedgate"),
+    "mnist:small",
+    "mnist:fedsgc",
+    "mnist:leaf",
+    "cifar10:fedspu",
+    "cifar10:fedsgc",
+    "cifar10:dmpfl",
+    "cifar10:pfedgate",
     "har:small",
 )
 WIDE = ("mnist:leaf", "cifar10:fedspu")

@@ -190,7 +190,7 @@ def read(path: Path) -> list[Recorded]:
                     Recorded(trials[name], tuple(points[name]), result, tuple(shifts[name]), tuple(analyses[name]))
                 )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SystemExit(f"{path}, line {number}: not a row of a trial ({error}); move the file") from None
+            raise SystemExit(f"{path}, line {number}: not a row of a trial ({error}); move the file away") from None
     return recorded
 
 

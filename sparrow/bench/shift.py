@@ -130,9 +130,12 @@ def judge(
 
 
 def _train_once(engine: Engine, trained: list[tuple[LocalResult, Tensors]]) -> None:
-    """Have a device's engine take what was trained for its first test set for the others, too: training data, first
-    values and seeds do not depend on test data. trained: what trainings came to, in order; it grows with the first."""
-    train, calls = engine.train, itertools.count()
+    """Let a device's engine reuse the trainings of its first test set, since they do not depend on test data.
+
+    trained: results in order; the first test set fills it.
+    """
+    train = engine.train
+    calls = itertools.count()
 
     def once(*what: Any, **how: Any) -> LocalResult:
         number = next(calls)
