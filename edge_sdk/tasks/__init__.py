@@ -1,9 +1,8 @@
-"""A task is a learning problem on one device: its own data, and the model and loss that PyTorch trains with.
+"""Tasks: the data of one device, and the model and loss that PyTorch trains with.
 
-Data are numpy arrays, and nothing here imports PyTorch before a model or a loss is asked for: a device may have none.
-
-Built-in tasks and those of other packages register a loader under the entry point ``sparrow.tasks``; a user with a
-model of their own makes a ``Task`` directly. A task with several networks is named with the one meant: ``mnist:leaf``.
+Data are numpy arrays. PyTorch is imported only for a model or a loss, since a device may lack it. Built-in tasks and
+those of other packages register a loader under the entry point ``sparrow.tasks``; users make a ``Task`` directly.
+``mnist:leaf`` names one of several networks of a task.
 """
 
 from __future__ import annotations
@@ -33,15 +32,14 @@ if TYPE_CHECKING:
 __all__ = ["Batches", "Seeded", "Task", "TaskLoader", "UnknownTask", "build_seeded", "load_task"]
 
 
+# The task of a user's own files (``tasks.own``).
 OWN = "npz"
-"""The task of a user's own files (``tasks.own``)."""
 
 
 class Batches(Protocol):
-    """The interface of a task's data; a list of batches has it, and so has a torch DataLoader.
+    """The interface of a task's data, which lists of batches and torch's DataLoader have.
 
-    Data that are to come in another order in each pass have ``shuffled`` too: as ``__iter__``, in an order drawn from
-    the numpy Generator that it is given. What has not is taken as it comes.
+    An optional ``shuffled`` yields the batches in an order drawn from its argument, a numpy Generator.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -52,16 +50,16 @@ class Batches(Protocol):
 
 
 def as_arrays(batch: Iterable[Any]) -> tuple[Array, Array]:
-    """Return (inputs, targets) as C-contiguous arrays: of tensors on the processor too, nothing copied that is one."""
+    """Return (inputs, targets) as C-contiguous arrays, also of tensors in main memory; copies only if needed."""
     inputs, targets = batch
     return np.ascontiguousarray(inputs), np.ascontiguousarray(targets)
 
 
 def passes(batches: Batches, seed: int) -> Iterator[Any]:
-    """Yield the batches of one pass after another, without end, each in another order where they can be ``shuffled``.
+    """Yield the batches of endless passes, each pass shuffled if the batches can be.
 
-    The order follows from ``seed`` alone, by numpy's PCG64. A DataLoader that shuffles by torch's default generator
-    finds that seeded. Raises ValueError where there is no batch.
+    The order follows from ``seed`` by numpy's PCG64; torch's default generator, which a DataLoader uses, is seeded too.
+    Raises ValueError if there is no batch.
     """
     if len(batches) == 0:
         raise ValueError("the task's training data has no batches; give it at least one sample")
@@ -74,7 +72,7 @@ def passes(batches: Batches, seed: int) -> Iterator[Any]:
 
 
 def count_examples(batches: Batches) -> int:
-    """Return the number of samples in one pass: as the batches say, as a DataLoader's dataset says, or else counted."""
+    """Return the number of samples in one pass: declared by the batches or a DataLoader's dataset, else counted."""
     known = getattr(batches, "num_examples", None)
     if isinstance(known, int):
         return known
@@ -85,7 +83,7 @@ def count_examples(batches: Batches) -> int:
 
 
 def collect_targets(batches: Batches) -> Array:
-    """Return the targets of one pass, of whole samples [N]: as batches in memory have them, or else collected."""
+    """Return the targets of one pass, flattened: from the batches' own array, else collected."""
     known = getattr(batches, "targets", None)
     if isinstance(known, np.ndarray):
         return known.reshape(-1)
@@ -94,7 +92,7 @@ def collect_targets(batches: Batches) -> Array:
 
 @dataclass(frozen=True)
 class Prepared:
-    """How a task's data were prepared: by ``preparer`` (``export.preparation.Preparer``); ``validation``: raw."""
+    """The preparation of a task's data. preparer: ``export.preparation.Preparer``. validation: raw batches."""
 
     preparer: Any
     validation: Batches
@@ -104,18 +102,15 @@ class Prepared:
 class Task:
     """A learning problem on one device.
 
-    model: a torch.nn.Module with the weights that it holds, or ``Seeded``, which will have those of the federation's
-    seed. loss: (outputs, targets) -> mean over the batch, of tensors. A device that does not train with PyTorch needs
-    neither of the two: None. train: what local training sees. validation: held out, read by the early-stopping rule.
-    test: held out, only for reports; where a user has none, ``validation`` serves for both, and accuracies are then a
-    little optimistic. public: samples that every device of the federation has alike, in one order, for methods that
-    compare what models say of them. classification: targets are class indices and outputs are scores [batch, classes],
-    so that accuracy means something. metrics: what else is measured on held-out data, names of ``tasks.metrics`` such
-    as ("mae", "rmse"), or name -> function of all outputs and targets as arrays. preparation: if given, the data are
-    raw samples, and this makes the model's inputs of a batch of them: a torch.nn.Module, which ``publish`` compiles
-    into a graph, or a ``preparing.BuiltPreparation``. class_names: of the outputs, in order; outputs behind them are
-    spare. targets: what a loader knows of the targets beside that. said: lines about the data for the device's user.
-    prepared: how the data were prepared on this device. compute: how this device computes; ``on`` changes it.
+    model: a torch.nn.Module with its weights, or ``Seeded``; None, like the loss, on a device without PyTorch. loss:
+    (outputs, targets) -> mean over the batch. validation: held out, for early stopping. test: held out, for reports;
+    None reports on ``validation``, which flatters the accuracy a little. public: samples that all devices have in the
+    same order, for methods that compare outputs on them. classification: targets are class indices and outputs scores
+    [batch, classes]. metrics: further measures on held-out data, names of ``tasks.metrics`` or name -> function of all
+    outputs and targets as arrays. preparation: a torch.nn.Module, or ``preparing.BuiltPreparation``, that makes the
+    model's inputs from batches of raw samples. class_names: of the outputs, in order; further outputs are spare.
+    targets: further facts about the targets. said: lines about the data for the device's user. prepared: set once the
+    data are prepared. compute: accelerator and precision; ``on`` changes it.
     """
 
     name: str
@@ -142,24 +137,25 @@ class Task:
         unknown = [name for name in given if not isinstance(given, Mapping) and name not in METRICS]
         if unknown:
             raise BadArgument(
-                f"metrics: there is no {unknown[0]!r}; there are {', '.join(METRICS)}, and a dictionary of name -> "
+                f"metrics: unknown metric {unknown[0]!r}; choose from {', '.join(METRICS)}, or give your own as a "
+                "dictionary of name -> function"
                 "function has your own"
             )
         if not (self.model is None or isinstance(self.model, Seeded) or is_module(self.model)):
-            what = getattr(self.model, "__name__", type(self.model).__name__)
+            name = getattr(self.model, "__name__", type(self.model).__name__)
             raise BadArgument(
-                f"model: {what} is not a torch.nn.Module; give a model, whose weights are kept, or Seeded({what}), "
-                f"whose weights the federation's seed decides"
+                f"model: {name} is not a torch.nn.Module; give a module to keep its weights, or Seeded({name}) to "
+                f"initialise them from the federation's seed"
             )
 
     def seeded(self, seed: int) -> Task:
-        """Return the same task, its model made where it is ``Seeded``."""
+        """Return the same task with its model built, if it is ``Seeded``."""
         if not isinstance(self.model, Seeded):
             return self
         return replace(self, model=build_seeded(self.model.build, seed))
 
     def on(self, compute: Compute) -> Task:
-        """Return the same task, computed so: moves a model that is made there, and gives PyTorch the threads."""
+        """Return the same task with these settings: moves a built model, and sets PyTorch's threads."""
         if not is_module(self.model):
             return replace(self, compute=compute)
         import torch
@@ -182,23 +178,23 @@ class Task:
 
 @dataclass(frozen=True)
 class Seeded:
-    """A model that is yet to be made: ``build``, a class or function without arguments, makes it.
+    """A model to be built by ``build``, a class or function without arguments.
 
-    ``publish`` and ``join`` call it under the federation's seed, so that the same seed gives the same first weights, on
-    all devices also those that are never sent. It is called where PyTorch trains, and nowhere else.
+    ``publish`` and ``join`` call it under the federation's seed, so that all devices have the same initial weights,
+    even weights that are never sent. It is called only if PyTorch trains.
     """
 
     build: Callable[[], nn.Module]
 
 
 def is_module(model: object) -> bool:
-    """Return whether this is a torch.nn.Module; there is none before torch is imported."""
+    """Return whether this is a torch.nn.Module, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
 def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build a model whose initial weights depend on ``seed`` alone; torch's generator stays as it was."""
+    """Return a model whose initial weights depend only on ``seed``; torch's generator is restored."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -207,21 +203,19 @@ def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 class TaskLoader(Protocol):
-    """Makes a task from what the user said of the data.
+    """The interface of functions that make a task from the user's data.
 
-    A loader with several networks takes ``model`` too, the text behind the colon in the task's name, left out if there
-    is none. One that reads files by what the federation has published takes ``manifest`` too, None to publish. It
-    raises UnknownTask for a model that it does not know, and calls its task as the name says.
+    A loader with several networks also takes ``model``, the text after the colon in the task's name, and raises
+    UnknownTask for an unknown one. A loader that reads files by the published description also takes ``manifest``,
+    None to publish.
     """
 
     def __call__(self, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
-        """Make the task. ``data`` is the text after ``--data``; ``device`` the device's name; ``seed`` the
-        federation's.
-        """
+        """Return the task. data: text after ``--data``. device: the device's name. seed: the federation's."""
 
 
 class UnknownTask(SdkError):
-    """The federation's task is not built in, and no package registers it; or it has no such model."""
+    """Raised for a task that is neither built in nor registered, or for an unknown model of a task."""
 
     exit_code = Exit.NOT_FOUND
 
@@ -229,10 +223,9 @@ class UnknownTask(SdkError):
 def load_task(
     name: str, data: str | None, *, device: str, seed: int, batch_size: int, manifest: Manifest | None = None
 ) -> Task:
-    """Return the task registered as ``name``, or as ``name:model``, over this device's data.
+    """Return the task registered as ``name``, or ``name:model``, over this device's data; its model is not yet seeded.
 
-    manifest: the federation's; None to publish. ``Task.seeded`` makes its model. Raises UnknownTask, which names what
-    is installed.
+    manifest: the federation's; None to publish. Raises UnknownTask.
     """
     task, colon, model = name.partition(":")
     loader = _find_loader(task)
@@ -240,37 +233,36 @@ def load_task(
     more: dict[str, Any] = {"manifest": manifest} if "manifest" in taken else {}
     if colon:
         if "model" not in taken:
-            raise UnknownTask(f"there is no task {name!r}: {task} has one model only; call it {task}")
+            raise UnknownTask(f"unknown task {name!r}: {task} has only one model; name it {task}")
         more["model"] = model
     return loader(data, device=device, seed=seed, batch_size=batch_size, **more)
 
 
 def load_data_of(manifest: Manifest, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
-    """Return the task of a federation over this device's data: the installed one of this name or, if there is none, the
-    samples of the file ``data``, without a model, which ONNX Runtime trains without.
+    """Return a federation's task over this device's data; if it is not installed, the samples of ``data`` only.
 
-    Raises UnknownTask without data, and what the task raises.
+    Such a task has no model and is trained with ONNX Runtime. Raises UnknownTask without data.
     """
     name = manifest.task
     if name.partition(":")[0] in installed("sparrow.tasks"):
         return load_task(name, data, device=device, seed=seed, batch_size=batch_size, manifest=manifest)
     if not data:
         raise UnknownTask(
-            f"the federation's task {name!r} is not installed here, nor need be: give this device's samples with "
-            f"--data FILE, a table or an npz file, or join from Python: edge_sdk.join.join(server, task)"
+            f"task {name!r} is not installed here, nor need it be: give this device's samples with --data FILE, a "
+            f"table or an npz file, or join from Python: edge_sdk.join.join(server, task)"
         )
     task = load_task(OWN, data, device=device, seed=seed, batch_size=batch_size, manifest=manifest)
     return replace(task, model=None)
 
 
+# Searching the installed packages is slow, and a fleet loads a task a thousand times.
 @cache
 def _find_loader(task: str) -> Callable[..., Task]:
-    """Kept, because a fleet loads a task a thousand times and looking through all installed packages is slow."""
     found = installed("sparrow.tasks")
     if task not in found:
         raise UnknownTask(
-            f"there is no task {task!r} here{nearest(task, found)}; there are {', '.join(found)}; with one of "
-            f"your own call join and publish from Python, or register it under the entry points sparrow.tasks"
+            f"unknown task {task!r}{nearest(task, found)}; choose from {', '.join(found)}, or call join and publish "
+            f"from Python with your own, or register it under the entry points sparrow.tasks"
         )
     loader: TaskLoader = load(found[task], UnknownTask, what="task")
     return loader

@@ -1,7 +1,7 @@
-"""The accelerator, threads, memory format and precision that this device computes with.
+"""Accelerator, threads, memory format and precision of this device.
 
-Travels with the task, because model and task go everywhere together. The default changes nothing: the processor, as
-many threads as the process has, the format that ``layout`` takes for the model, float32.
+Settings travel with the task. The defaults change nothing: processor, the process's threads, float32, and the memory
+format that ``layout`` chooses.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ DRIVERS = ("nvidiactl", "nvhost-gpu", "nvgpu", "dxg", "kfd")
 
 @dataclass(frozen=True)
 class Compute:
-    """The settings with which a task's model is trained and judged on this device.
+    """The settings with which this device trains and evaluates a task's model.
 
-    device: cpu or cuda. threads: of the processor; None leaves the process's. channels_last: whether convolutions run
-    in that memory format, where the model takes it; None lets the model decide (``layout``). bfloat16: the forward pass
-    in bfloat16 where torch's autocast thinks it safe; weights and optimiser stay float32.
+    device: cpu or cuda. threads: of the processor; None keeps the process's. channels_last: memory format of
+    convolutions; None lets ``layout`` choose. bfloat16: forward pass under torch's autocast; weights and optimiser
+    stay float32.
     """
 
     device: str = PROCESSOR
@@ -35,7 +35,7 @@ class Compute:
     bfloat16: bool = False
 
     def precision(self) -> AbstractContextManager[object]:
-        """Entered around a forward pass and its loss."""
+        """Return the context manager for a forward pass and its loss."""
         if not self.bfloat16:
             return nullcontext()
         import torch
@@ -43,7 +43,7 @@ class Compute:
         return torch.autocast(self.device, dtype=torch.bfloat16)
 
     def wait(self) -> None:
-        """Until the device has done what it was given, so that a clock can be read."""
+        """Wait until the device has finished its work, so that a clock can be read."""
         if self.device == "cuda":
             import torch
 
@@ -62,19 +62,18 @@ USUAL = Compute()
 
 
 def choose_device(accelerator: str, *, deterministic: bool = False, nodes: Path = Path("/dev")) -> str:
-    """Return the device, cpu or cuda, that ``accelerator`` (one of ACCELERATORS) stands for; ``auto`` is CUDA where
-    there is one and PyTorch is installed, which alone computes on it.
+    """Return the device, cpu or cuda, for ``accelerator``, one of ACCELERATORS.
 
-    deterministic: results are to be the same bit for bit, which is promised on a processor only. nodes: the folder of
-    device nodes; without a GPU's driver in it, ``auto`` does not import PyTorch, which takes seconds. Raises
-    BadArgument where CUDA is asked for and absent, or both are asked for, and for a word that is none of them.
+    ``auto`` is CUDA if PyTorch is installed and finds a GPU. deterministic: bitwise equal results, guaranteed only on
+    a processor. nodes: folder of device nodes; without a GPU's driver in it, ``auto`` skips the slow import of PyTorch.
+    Raises BadArgument for an unknown word, and for CUDA if it is missing or ``deterministic`` is set.
     """
     if accelerator not in ACCELERATORS:
-        raise BadArgument(f"accelerator={accelerator!r} is not known; give one of {', '.join(ACCELERATORS)}")
+        raise BadArgument(f"unknown accelerator {accelerator!r}; choose from {', '.join(ACCELERATORS)}")
     if accelerator == "cpu" or (accelerator == "auto" and deterministic):
         return PROCESSOR
     if deterministic:
-        raise BadArgument("the same bits are promised on a processor only; give --accelerator cpu")
+        raise BadArgument("bitwise equal results are guaranteed only on a processor; give --accelerator cpu")
     if accelerator == "auto" and not any((nodes / driver).exists() for driver in DRIVERS):
         return PROCESSOR
     try:

@@ -1,14 +1,12 @@
-"""Corrupted test images: eleven kinds of CIFAR-10-C, computed; the others as published, from files.
+"""Corrupted test images: eleven kinds of CIFAR-10-C are computed, the others read from published files.
 
 Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019,
 arXiv:1903.12261. Each kind is a pure function of bytes [N, H, W, C], a severity from 1 to 5 and a generator, with the
 constants of the published generator for CIFAR-10 (``make_cifar_c.py``). As there, values in 0..1 are clipped,
-multiplied by 255 and truncated, not rounded; what Pillow computes stays as it is. Only the draws of the noises differ
-from the published arrays.
+multiplied by 255 and truncated. Only the random draws of the noises differ from the published arrays.
 
-Eight more kinds need photographs, ImageMagick or OpenCV's warps, or depend on accidents of their loops. They are read
-from the published arrays, a folder ``CIFAR-10-C`` with one file per kind: uint8 [50000, 32, 32, 3], severity after
-severity, each all 10,000 published test images in their order; so they exist for those images only.
+Eight more kinds need photographs, ImageMagick or OpenCV's warps. They are read from a folder ``CIFAR-10-C`` with one
+file per kind: uint8 [50000, 32, 32, 3], by severity, each with all 10,000 published test images in their order.
 """
 
 from __future__ import annotations
@@ -35,49 +33,49 @@ Values = NDArray[np.float64]
 Corruption = Callable[[Images, int, np.random.RandomState], Images]
 
 SEVERITIES = 5
+# Name of the folder with the published arrays.
 FOLDER = "CIFAR-10-C"
-"""What the folder of the published arrays is called."""
 
 
 def corrupt(images: Images, name: str, severity: int, *, seed: int, device: int) -> Images:
-    """``images`` [N, H, W, C], C of 1 (grey) or 3, as ``name`` makes them; the input stays as it is.
+    """Return a corrupted copy of ``images`` [N, H, W, C], C of 1 (grey) or 3.
 
-    The draws follow from (seed, device, name, severity), on every machine alike. Raises DataError for a kind that is
-    not computed, a severity that there is not, or images that the kind is not for.
+    Random draws follow from (seed, device, name, severity) on every machine. Raises BadOption for an unknown kind or
+    severity, and for images that the kind does not apply to.
     """
     if name not in CORRUPTIONS:
         raise BadOption(f"--data: {_unknown(name)}")
     check_severity(severity)
     if images.ndim != 4 or images.dtype != np.uint8 or images.shape[3] not in (1, 3):
         raise BadOption(
-            f"--data: corruption={name} is for images of bytes, grey or in colour; these samples are {images.dtype} "
-            f"of shape {images.shape[1:]}, leave it out"
+            f"--data: corruption={name} needs images of bytes, grey or in colour; these samples are {images.dtype} "
+            f"of shape {images.shape[1:]}; leave it out"
         )
     random = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, device, severity, zlib.crc32(name.encode())])
     return CORRUPTIONS[name](images, severity, random)
 
 
 def check_corruption(name: str, *, published: bool) -> None:
-    """Raise DataError, which says what can be done, unless ``name`` can be had; published: of published test images."""
+    """Raise BadOption unless ``name`` is available; published: for the published test images."""
     if name in PUBLISHED and not published:
         raise BadOption(
-            f"--data: corruption={name} is not computed, but read from the published arrays, which are of the "
-            f"published test images alone; add test=published, or choose one of {', '.join(CORRUPTIONS)}"
+            f"--data: corruption={name} exists only for the published test images; add test=published, or choose "
+            f"one of {', '.join(CORRUPTIONS)}"
         )
     if name not in PUBLISHED and name not in CORRUPTIONS:
         raise BadOption(f"--data: {_unknown(name)}")
 
 
 def check_severity(severity: int) -> None:
-    """Raise DataError unless there is such a severity."""
+    """Raise BadOption for an unknown severity."""
     if not 1 <= severity <= SEVERITIES:
         raise BadOption(f"--data: severity={severity}; choose 1 to {SEVERITIES}")
 
 
 def _unknown(name: str) -> str:
     return (
-        f"there is no corruption {name!r}; computed are {', '.join(CORRUPTIONS)}, and read from the published arrays "
-        f"with test=published {', '.join(PUBLISHED)}"
+        f"unknown corruption {name!r}; choose from {', '.join(CORRUPTIONS)}, or with test=published from "
+        f"{', '.join(PUBLISHED)}"
     )
 
 
@@ -91,7 +89,7 @@ def gaussian_noise(images: Images, severity: int, random: np.random.RandomState)
 
 
 def shot_noise(images: Images, severity: int, random: np.random.RandomState) -> Images:
-    """Poisson(c x) / c per value: fewer photons where the severity is higher."""
+    """Poisson(c x) / c per value: c falls with the severity."""
     photons = (500, 250, 100, 75, 50)[severity - 1]
     return _bytes(random.poisson(_values(images) * photons) / photons)
 
@@ -114,7 +112,7 @@ def speckle_noise(images: Images, severity: int, random: np.random.RandomState) 
 
 
 def gaussian_blur(images: Images, severity: int, random: np.random.RandomState) -> Images:
-    """Return a gaussian of deviation c pixels, cut off at 4 c; beyond the border its pixels are repeated."""
+    """Gaussian of deviation c pixels, cut off at 4 c; border pixels are repeated."""
     deviation = (0.4, 0.6, 0.7, 0.8, 1.0)[severity - 1]
     weights = gaussian_weights(deviation, int(4 * deviation + 0.5))
     down = _correlated(_values(images), weights[:, None], mode="edge")
@@ -122,21 +120,20 @@ def gaussian_blur(images: Images, severity: int, random: np.random.RandomState) 
 
 
 def defocus_blur(images: Images, severity: int, random: np.random.RandomState) -> Images:
-    """Return a disk of radius r, its edge softened by a 3 x 3 gaussian; mirrored at the border, whose
-    pixels come once."""
+    """Disk of radius r, its edge softened by a 3 x 3 gaussian; mirrored at the border without repeating its pixels."""
     radius, softening = ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1.0, 0.2), (1.5, 0.1))[severity - 1]
     return _bytes(_correlated(_values(images), disk(radius, softening), mode="reflect"))
 
 
 def gaussian_weights(deviation: float, radius: int) -> Values:
-    """exp(-i² / 2 deviation²) for i from -radius to radius, with sum 1."""
+    """Return exp(-i² / 2 deviation²) for i from -radius to radius, with sum 1."""
     weights = np.exp(-(np.arange(-radius, radius + 1) ** 2) / (2 * deviation**2))
     normalised: Values = weights / weights.sum()
     return normalised
 
 
 def disk(radius: float, softening: float) -> Values:
-    """Equal weights where i² + j² <= radius², blurred by a 3 x 3 gaussian: [2 reach + 1] squared, with sum 1."""
+    """Return equal weights for i² + j² <= radius², blurred by a 3 x 3 gaussian: [2 reach + 1] squared, with sum 1."""
     reach = math.floor(radius) + 1
     offsets = np.arange(-reach, reach + 1) ** 2
     flat = (offsets[:, None] + offsets[None, :] <= radius**2).astype(np.float64)
@@ -149,7 +146,7 @@ def disk(radius: float, softening: float) -> Values:
 
 
 def _correlated(values: Values, weights: Values, *, mode: str) -> Values:
-    """Correlation of every channel of [N, H, W, C] with ``weights`` of odd sides; ``mode``: of np.pad, the border."""
+    """Correlate every channel of [N, H, W, C] with ``weights`` of odd sides; ``mode``: padding of np.pad."""
     rows, columns = weights.shape
     height, width = values.shape[1:3]
     around = [(0, 0), (rows // 2, rows // 2), (columns // 2, columns // 2), (0, 0)]
@@ -182,17 +179,17 @@ def contrast(images: Images, severity: int, random: np.random.RandomState) -> Im
 
 
 def saturate(images: Images, severity: int, random: np.random.RandomState) -> Images:
-    """Saturation s becomes clip(a s + b), hue and value kept.
+    """Saturation s becomes clip(a s + b), hue and value kept; BadOption for grey images.
 
-    A grey pixel has no hue; as in the published generator it counts as red, so where b > 0 greys turn reddish. Raises
-    DataError for grey images.
+    A grey pixel counts as red, as in the published generator, so greys turn reddish if b > 0.
     """
     if images.shape[3] != 3:
-        raise BadOption("--data: corruption=saturate is for images in colour, these are grey; choose another")
+        raise BadOption("--data: corruption=saturate needs images in colour, these are grey; choose another")
     factor, added = ((0.3, 0.0), (0.1, 0.0), (1.5, 0.0), (2.0, 0.1), (2.5, 0.2))[severity - 1]
     values = _values(images)
     value = values.max(axis=3, keepdims=True)
-    depth = value - values  # V s f(hue): at a given hue it grows with s
+    # V s f(hue): at a given hue it grows with s.
+    depth = value - values
     largest = depth.max(axis=3, keepdims=True)
     saturation = np.divide(largest, value, out=np.zeros_like(value), where=value > 0)
     wanted = np.clip(saturation * factor + added, 0.0, 1.0)
@@ -201,11 +198,11 @@ def saturate(images: Images, severity: int, random: np.random.RandomState) -> Im
     return _bytes(value - unit * wanted)
 
 
-# --- what Pillow computes ----------------------------------------------------------------------------------------
+# --- computed by Pillow ------------------------------------------------------------------------------------------
 
 
 def pixelate(images: Images, severity: int, random: np.random.RandomState) -> Images:
-    """Scaled down to the share c of each side, and back; a pixel is the mean of those whose middle it covers."""
+    """Scaled to the share c of each side and back; a pixel is the mean of the pixels whose centre it covers."""
     from PIL import Image
 
     share = (0.95, 0.90, 0.85, 0.75, 0.65)[severity - 1]
@@ -219,7 +216,7 @@ def pixelate(images: Images, severity: int, random: np.random.RandomState) -> Im
 
 
 def jpeg_compression(images: Images, severity: int, random: np.random.RandomState) -> Images:
-    """Written as JPEG of quality c, colours at half the resolution, and read again."""
+    """JPEG coding of quality c and decoding, colours at half the resolution."""
     from PIL import Image
 
     quality = (80, 65, 58, 50, 40)[severity - 1]
@@ -269,7 +266,7 @@ CORRUPTIONS: Mapping[str, Corruption] = {
 }
 """The kinds that are computed, by their published names."""
 
-# --- what is read ------------------------------------------------------------------------------------------------
+# --- read from files ---------------------------------------------------------------------------------------------
 
 PUBLISHED = ("glass_blur", "motion_blur", "zoom_blur", "snow", "frost", "fog", "spatter", "elastic_transform")
 """The kinds that are read from the published arrays."""
@@ -278,8 +275,8 @@ PUBLISHED = ("glass_blur", "motion_blur", "zoom_blur", "snow", "frost", "fog", "
 def read_published(folder: Path, name: str, severity: int, targets: Array, *, shape: tuple[int, ...]) -> Images:
     """Return the published images of one kind and severity [N, *shape], mapped, in the order of ``targets`` [N].
 
-    ``folder`` is where the data are; in it, or beside the file that it may be, lies ``CIFAR-10-C``. Its ``labels.npy``
-    must say what ``targets`` say: only then are the images those of this order. Raises DataError.
+    ``CIFAR-10-C`` lies in ``folder``, or beside it if it is a file. Raises DataError, also if its ``labels.npy``
+    differs from ``targets``: the images would then be in another order.
     """
     place = (folder if folder.is_dir() else folder.parent) / FOLDER
     images, labels = (_mapped(place / f"{each}.npy") for each in (name, "labels"))
@@ -287,14 +284,14 @@ def read_published(folder: Path, name: str, severity: int, targets: Array, *, sh
     wanted = (SEVERITIES * count, *shape)
     if images.dtype != np.uint8 or images.shape != wanted:
         raise DataError(
-            f"{place / name}.npy: holds {images.dtype} of shape {images.shape}; the published test part has {count} "
+            f"{place / name}.npy: contains {images.dtype} of shape {images.shape}; the published test part has {count} "
             f"images, so give uint8 {wanted}, severity after severity"
         )
     part = slice((severity - 1) * count, severity * count)
     if labels.shape != wanted[:1] or not np.array_equal(labels[part], targets):
         raise DataError(
-            f"{place / 'labels.npy'}: its labels are not those of the published test images as --data has them; give "
-            f"the data in their published order, and {FOLDER} unpacked whole"
+            f"{place / 'labels.npy'}: its labels differ from those of the published test images of --data; give the "
+            f"data in their published order, and all of {FOLDER}"
         )
     return cast(Images, images[part])
 
@@ -303,7 +300,7 @@ def _mapped(path: Path) -> Array:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
     except (OSError, ValueError, EOFError) as error:
-        why = "is not there" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         raise DataError(
             f"{path}: {why}; put {FOLDER} (zenodo.org/records/2535967) beside the data, unpacked, with its labels.npy"
         ) from None

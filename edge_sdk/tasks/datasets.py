@@ -1,4 +1,4 @@
-"""A data set that many devices share, whatever format it comes in."""
+"""Data sets that many devices share, independent of their file format."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Dataset"]
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """All samples: first the ``published`` ones of the published training part, then those of the test part, if any.
+    """All samples: first those of the published training part, then those of the test part, if any.
 
     inputs [N, ...]: bytes or floats as stored, in memory or mapped from disk, or ``Decoded``. targets [N]: int64,
-    classes from 0. people [N] or None: who made each sample, or its domain, by number, and ``names`` of the numbers;
-    those who made none of the published training part come last. sources [N] or None: the name of what it was recorded
-    with. runs [N] or None: the number of its unbroken recording. classes: how many there are. Two sets are equal only
-    if they are the same object, so that what was computed of one can be kept by it.
+    classes from 0. people [N]: number of each sample's person or domain, and ``names`` of the numbers; people without
+    published training samples come last. published: size of the training part. sources [N]: name of the recording
+    device. runs [N]: number of the unbroken recording. Sets are compared by identity, so that results can be cached by
+    set.
     """
 
     inputs: Any

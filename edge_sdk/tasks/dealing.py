@@ -1,9 +1,9 @@
-"""The part of a data set that a device holds: the text behind ``--data`` of the tasks whose devices share one set.
+"""The part of a shared data set that a device holds, by the text of ``--data``.
 
     PATH,partition=dirichlet,alpha=0.1,index=3,of=100,seed=0
 
-Every device deals the whole set by itself, always alike, and keeps part ``index`` of ``of``. ``of`` counts all devices
-of the experiment: those that join when training is over hold parts too, which nobody trained on.
+Every device deals the whole set identically and keeps part ``index`` of ``of``. ``of`` counts all devices of the
+experiment, including those that join after training.
 """
 
 from __future__ import annotations
@@ -31,31 +31,28 @@ from .partition import Index, Split, drawn, people_of, shifted, split
 
 __all__ = ["Dealing", "Partition", "deal", "read_dealing"]
 
+# Devices that share a set by default.
 DEVICES = 10
-"""How many devices share a set where nobody says it."""
 
 
 class Partition(Protocol):
-    """Deals a data set; registered by name under the entry point ``sparrow.partitions`` (see ``partition``)."""
+    """Deals a data set; registered under the entry point ``sparrow.partitions`` (see ``partition``)."""
 
     def __call__(self, labels: Array, people: Array | None, *, of: int, seed: int, **options: float) -> list[Index]:
-        """Return each device's indices, sorted, no sample twice; the same on every machine. Raises DataError."""
+        """Return each device's indices, sorted, without repeats, identical on every machine. Raises DataError."""
 
 
 @dataclass(frozen=True)
 class Dealing:
     """The options of a device's data.
 
-    path: file or folder, None for a set that needs none. index: the part, None where the device's name decides. of:
-    the number of parts, None for the usual one. options: of the partition, by name. held_out: the test share of each
-    device's part; validation: that of the rest. part: whether the published test part is dealt too (``all``) or left
-    alone (``train``). shift: the share of the device's test samples that is replaced from everybody's, 0 for none.
-    test: whether the device tests on a share of its ``own`` part or on its slice of the ``published`` test part, with
-    nothing of its own held out. corruption and severity: what becomes of the device's test images, None and 0 for
-    nothing. train_on, test_on: what the samples that it learns from, and those that it tests on, were recorded with;
-    None for anything. public: the share of what would be dealt that is every device's instead, for methods that compare
-    models on it; 0 for none. leave_out: the person, or domain, of whom no sample is dealt, and all samples are the
-    published test part.
+    path: file or folder, if needed. index: the part; None to use the device's name. of: number of parts. options: of
+    the partition, by name. held_out: test share of each part; validation: share of the rest. part: deal only the
+    published training part (``train``) or the test part too (``all``). shift: share of the device's test samples
+    replaced by test samples of all devices. test: use a share of the ``own`` part, or a slice of the ``published`` test
+    part. corruption, severity: of the device's test images. train_on, test_on: recording devices of the training and
+    test samples; None for all. public: share of the samples that every device gets instead, for methods that compare
+    models on them. leave_out: person or domain that is not dealt and whose samples are the published test part.
     """
 
     path: str | None
@@ -78,50 +75,46 @@ class Dealing:
 
     def __post_init__(self) -> None:
         if self.of is not None and self.of < 1:
-            raise BadOption(f"--data: of={self.of}; the samples are dealt to at least 1 device")
+            raise BadOption(f"--data: of={self.of}; give at least 1 device")
         if self.index is not None and self.index < 0:
             raise BadOption(f"--data: index={self.index}; parts are counted from 0")
         if self.part not in ("train", "all"):
             raise BadOption(f"--data: part={self.part}; choose train or all")
         if not 0 <= self.public < 1:
-            raise BadOption(f"--data: public={self.public:g}; it is a share, from 0 to below 1")
+            raise BadOption(f"--data: public={self.public:g}; give a share from 0 to below 1")
         if self.test not in ("own", "published"):
             raise BadOption(f"--data: test={self.test}; choose own or published")
         if not 0 <= self.shift <= 1:
-            raise BadOption(f"--data: shift={self.shift:g}; it is a share between 0 and 1")
+            raise BadOption(f"--data: shift={self.shift:g}; give a share from 0 to 1")
         if self.test == "published" and self.part == "all" and self.leave_out is None:
             raise BadOption(
-                "--data: part=all deals the published test part to be trained on, and test=published tests on it; "
-                "leave one of them out"
+                "--data: part=all trains on the published test part, and test=published tests on it; leave one of "
+                "them out"
             )
         if self.test == "published" and self.shift:
             raise BadOption(
-                f"--data: shift={self.shift:g} draws from the devices' own test samples, and with test=published they "
-                "have none; leave one of them out"
+                f"--data: shift={self.shift:g} replaces the devices' own test samples, which test=published does not "
+                "have; leave one of them out"
             )
         if (self.corruption is None) != (self.severity == 0):
-            raise BadOption("--data: corruption and severity belong together, as in corruption=contrast,severity=3")
+            raise BadOption("--data: give corruption and severity together, as in corruption=contrast,severity=3")
         if self.corruption is not None:
             check_corruption(self.corruption, published=self.test == "published")
             check_severity(self.severity)
             if self.shift:
                 raise BadOption(
-                    f"--data: corruption={self.corruption} is of a device's own test images, and shift="
+                    f"--data: corruption={self.corruption} changes a device's own test images, and shift="
                     f"{self.shift:g} replaces them; leave one of them out"
                 )
 
     def place(self, device: str, of: int) -> int:
-        """Return the part, of ``of``, of the device so named: the one given, or else the one its name ends in or hashes
-        to.
+        """Return the part of ``of`` for a device: ``index``, else the number that its name ends in, else its hash.
 
-        ``pi-7`` holds part 7; without such a number, or with one too large, two devices may hold the same part.
+        ``pi-7`` holds part 7. Without a number, or with one too large, two devices may hold the same part.
         """
         if self.index is not None:
             if self.index >= of:
-                raise BadOption(
-                    f"--data: index={self.index} of {of} parts; parts are counted from 0 to {of - 1}, "
-                    f"choose one of them or set of="
-                )
+                raise BadOption(f"--data: index={self.index} of {of} parts; choose 0 to {of - 1}, or set of=")
             return self.index
         numbered = re.search(r"-([0-9]{1,9})$", device)
         if numbered and int(numbered[1]) < of:
@@ -138,11 +131,9 @@ def read_dealing(
     partition: str = "dirichlet",
     corruptible: bool = False,
 ) -> Dealing:
-    """Read ``[PATH,]key=value,...``. ``seed`` and ``partition`` are those where the text gives none.
+    """Read ``[PATH,]key=value,...``; a PATH cannot contain a comma. Raises BadOption.
 
-    corruptible: whether the task does what ``corruption`` says; where not, it is refused.
-
-    A PATH cannot hold a comma. Raises DataError, which says what was met, what is wanted and what to do.
+    seed, partition: defaults. corruptible: whether the task supports ``corruption``.
     """
     entries = _entries(data or "")
     path = None
@@ -154,9 +145,9 @@ def read_dealing(
     if "leave_out" in fields:
         fields.setdefault("test", "published")
     if "held_out" in fields and fields.get("test") == "published":
-        raise BadOption("--data: with test=published no sample of the device's own is held out; leave held_out out")
+        raise BadOption("--data: with test=published no own samples are held out; leave held_out out")
     if "corruption" in fields and not corruptible:
-        raise BadOption(f"--data: corruption={fields['corruption']} is for images of bytes, which {task} has not")
+        raise BadOption(f"--data: corruption={fields['corruption']} needs images of bytes, which {task} does not have")
     return Dealing(**{"path": path, "seed": seed, **fields, "partition": name, "options": tuple(sorted(options))})  # type: ignore[arg-type]
 
 
@@ -165,12 +156,12 @@ def _entries(text: str) -> list[str]:
 
 
 def _texts(entries: Sequence[str], advice: str) -> dict[str, str]:
-    """Return what stands behind each key."""
+    """Return the text of each key."""
     texts: dict[str, str] = {}
     for entry in entries:
         key, equals, text = (word.strip() for word in entry.partition("="))
         if not equals:
-            raise BadOption(f"--data: {entry!r} is not understood; {advice}")
+            raise BadOption(f"--data: unknown entry {entry!r}; {advice}")
         if key in texts:
             raise BadOption(f"--data: {key} is given twice; give it once")
         texts[key] = text
@@ -178,7 +169,7 @@ def _texts(entries: Sequence[str], advice: str) -> dict[str, str]:
 
 
 def _values(texts: Mapping[str, str], partition: str, advice: str) -> tuple[dict[str, object], list[tuple[str, float]]]:
-    """Return the fields of a dealing, and the partition's options, of what stands behind each key."""
+    """Return the fields of a dealing and the options of its partition."""
     option_types = _option_types(find_partition(partition))
     fields: dict[str, object] = {}
     options: list[tuple[str, float]] = []
@@ -192,14 +183,14 @@ def _values(texts: Mapping[str, str], partition: str, advice: str) -> tuple[dict
         else:
             close = nearest(key, (*_FIELDS, *option_types, *_TEXTS, "partition"))
             raise BadOption(
-                f"--data: {key + '=' + text!r} is not understood{close}; {advice}, and partition={partition} takes "
+                f"--data: unknown entry {key + '=' + text!r}{close}; {advice}, and partition={partition} takes "
                 f"{', '.join(option_types) or 'no options'}"
             )
     return fields, options
 
 
 def check_keys(text: str, more: Sequence[str]) -> None:
-    """Raise BadOption for an entry ``key=value`` that neither the dealing nor ``more`` knows, before a file is read."""
+    """Raise BadOption, before a file is read, for a ``key=value`` of neither the dealing nor ``more``."""
     entries = _entries(text)
     given = dict(entry.partition("=")[::2] for entry in entries)
     named = [name.strip() for key, name in given.items() if key.strip() == "partition"]
@@ -210,7 +201,7 @@ def check_keys(text: str, more: Sequence[str]) -> None:
         key = entry.partition("=")[0].strip()
         if "=" not in entry or key not in known:
             raise BadOption(
-                f"--data: {entry!r} is not understood{nearest(key, known)}; a file takes {', '.join(more)}, and a file "
+                f"--data: unknown entry {entry!r}{nearest(key, known)}; a file takes {', '.join(more)}, and a file "
                 f"of all devices also {', '.join((*_FIELDS, *_TEXTS, 'partition'))}"
             )
 
@@ -243,25 +234,23 @@ def _number(key: str, text: str, kind: type) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        wanted = "a whole number" if kind is int else "a number"
+        wanted = "an integer" if kind is int else "a number"
         raise BadOption(f"--data: {key}={text}; {key} must be {wanted}, as in index=2,of=5,alpha=0.3")
     return value
 
 
+# Searching the installed packages takes longer than loading a device's part.
 @lru_cache
 def find_partition(name: str) -> Partition:
-    """Return the partition registered as ``name``. Raises DataError, which names those installed.
-
-    Kept, because looking through all installed packages takes longer than loading a device's share.
-    """
+    """Return the partition registered as ``name``. Raises BadOption."""
     found = installed("sparrow.partitions")
     if name not in found:
-        raise BadOption(f"--data: there is no partition {name!r}{nearest(name, found)}; there are {', '.join(found)}")
+        raise BadOption(f"--data: unknown partition {name!r}{nearest(name, found)}; choose from {', '.join(found)}")
     return cast(Partition, load(found[name], BadOption, what="--data: partition"))
 
 
 def _option_types(rule: Callable[..., object]) -> dict[str, type]:
-    """Return the partition's options and whether each is a whole number; an option without annotation is any number."""
+    """Return int or float for each option of a partition."""
     hints = get_type_hints(rule)
     return {
         name: int if hints.get(name) is int else float
@@ -271,15 +260,15 @@ def _option_types(rule: Callable[..., object]) -> dict[str, type]:
 
 
 def deal(dataset: Dataset, dealing: Dealing, *, device: str) -> Split:
-    """Return this device's samples of ``dataset`` by use, as indices into it. Raises DataError.
+    """Return this device's samples by use, as indices into ``dataset``. Raises DataError.
 
-    The whole set is dealt once per process and kept, so that thousands of simulated devices deal once.
+    A process deals the whole set once, for all its simulated devices.
     """
     index, of = place(dataset, dealing, device=device)
-    everybody = replace(dealing, index=None)
-    own = _split(dataset, _deal(dataset, everybody, of)[index], dealing)
+    all_devices = replace(dealing, index=None)
+    own = _split(dataset, _deal(dataset, all_devices, of)[index], dealing)
     if dealing.test == "published":
-        own = replace(own, test=_published(dataset, everybody, index=index, of=of))
+        own = replace(own, test=_published(dataset, all_devices, index=index, of=of))
     own = Split(
         _recorded_with(dataset, own.train, dealing.train_on, "training"),
         _recorded_with(dataset, own.validation, dealing.train_on, "validation"),
@@ -287,12 +276,12 @@ def deal(dataset: Dataset, dealing: Dealing, *, device: str) -> Split:
     )
     if dealing.shift == 0:
         return own
-    union = _recorded_with(dataset, _union(dataset, everybody, of, "test"), dealing.test_on, "test")
+    union = _recorded_with(dataset, _union(dataset, all_devices, of, "test"), dealing.test_on, "test")
     return replace(own, test=shifted(own.test, union, seed=dealing.seed, device=index, degree=dealing.shift))
 
 
 def place(dataset: Dataset, dealing: Dealing, *, device: str) -> tuple[int, int]:
-    """(index, of): which part of how many the device so named holds. Raises DataError."""
+    """Return (index, of): the part of the device, and the number of parts. Raises DataError."""
     of = dealing.of
     if of is None:
         of = DEVICES
@@ -304,35 +293,33 @@ def place(dataset: Dataset, dealing: Dealing, *, device: str) -> tuple[int, int]
 
 @lru_cache(maxsize=8)
 def _parts(dataset: Dataset, dealing: Dealing) -> tuple[Index, Index]:
-    """Return what is dealt, and the published test part: as published, or all samples of who is left out."""
-    every, name = np.arange(len(dataset.targets)), dealing.leave_out
+    """Return the samples to deal, and the test part: the published one, or all samples of ``leave_out``."""
+    every = np.arange(len(dataset.targets))
+    name = dealing.leave_out
     training = every[: dataset.published] if dealing.part == "train" else every
     if name is None:
         return training, every[dataset.published :]
     if dataset.people is None:
-        raise BadOption(f"--data: leave_out={name}, but the data do not say who made a sample; leave it out")
+        raise BadOption(f"--data: leave_out={name}, but the data do not name who made a sample; leave it out")
     if name not in dataset.names:
-        raise BadOption(
-            f"--data: leave_out={name}{nearest(name, dataset.names)}; the data are of {some(dataset.names)}; choose "
-            "one of them"
-        )
+        raise BadOption(f"--data: leave_out={name}{nearest(name, dataset.names)}; choose from {some(dataset.names)}")
     out = dataset.people == dataset.names.index(name)
     return training[~out[training]], np.flatnonzero(out)
 
 
 def _recorded_with(dataset: Dataset, samples: Index, source: str | None, use: str) -> Index:
-    """Return those of ``samples`` that were recorded with ``source``, in their order; all if it is None.
+    """Return the samples recorded with ``source``, in their order; all of them if it is None.
 
-    They are chosen after the split, so a device learns from the same samples whatever it tests on.
+    Applied after the split, so that ``test_on`` does not change the training samples.
     """
     if source is None:
         return samples
     option = f"{'test_on' if use == 'test' else 'train_on'}={source}"
     if dataset.sources is None:
-        raise BadOption(f"--data: {option}, but the data do not say what a sample was recorded with; leave it out")
+        raise BadOption(f"--data: {option}, but the data do not name the recording device of a sample; leave it out")
     known = np.unique(dataset.sources)
     if source not in known:
-        raise BadOption(f"--data: {option}, but the data are of {' and '.join(known)}; choose one of them")
+        raise BadOption(f"--data: {option}; choose from {', '.join(known)}")
     kept: Index = samples[dataset.sources[samples] == source]
     if len(kept) == 0:
         raise BadOption(f"--data: {option}, but this device has no {use} sample of a {source}; leave it out")
@@ -348,41 +335,39 @@ def _deal(dataset: Dataset, dealing: Dealing, of: int) -> list[Index]:
     together = np.sort(np.concatenate(dealt))
     if len(dealt) != of or (together[1:] == together[:-1]).any() or together[0] < 0 or together[-1] >= len(left):
         raise DataError(
-            f"partition={dealing.partition} made {len(dealt)} parts for {of} devices, or dealt a sample twice or one "
-            "of none; correct the function"
+            f"partition={dealing.partition} made {len(dealt)} parts for {of} devices, or dealt a sample twice or an "
+            "unknown one; correct the function"
         )
     return [left[samples] for samples in dealt]
 
 
 def public_samples(dataset: Dataset, dealing: Dealing) -> Index | None:
-    """Return the samples that every device has, as indices into ``dataset``, in the order that all have them in; None
-    where there are none. They are dealt to nobody."""
+    """Return the samples that every device has, as ordered indices into ``dataset``, if any; they are not dealt."""
     _, public = _dealt_samples(dataset, replace(dealing, index=None))
     return public if len(public) else None
 
 
 def _dealt_samples(dataset: Dataset, dealing: Dealing) -> tuple[Index, Index]:
-    """Return what there is to be dealt, and which of it is every device's instead."""
+    """Return all training samples, and the public ones among them."""
     training, _ = _parts(dataset, dealing)
     return training, training[drawn(len(training), dealing.seed, dealing.public)]
 
 
 def all_training_samples(dataset: Dataset, dealing: Dealing, *, device: str) -> Index:
-    """Return the training samples of all devices, each once, as ``device`` knows them too: whatever
-    deals, deals alike."""
+    """Return the training samples of all devices, each once; they are the same on every device."""
     _, of = place(dataset, dealing, device=device)
     return _union(dataset, replace(dealing, index=None), of, "train")
 
 
 @lru_cache(maxsize=8)
 def _union(dataset: Dataset, dealing: Dealing, of: int, use: Literal["train", "test"]) -> Index:
-    """Return the samples of all devices that they have for one use, each once."""
+    """Return the samples that all devices have for one use, each once."""
     split = [_split(dataset, samples, dealing) for samples in _deal(dataset, dealing, of)]
     return np.sort(np.concatenate([each.train if use == "train" else each.test for each in split]))
 
 
 def _split(dataset: Dataset, samples: Index, dealing: Dealing) -> Split:
-    """Return a device's samples by use; none for testing if it tests on published ones."""
+    """Return a device's samples by use; its test part is empty for test=published."""
     held_out = None if dealing.test == "published" else dealing.held_out
     runs = None if dataset.runs is None else dataset.runs[samples]
     parts = split(len(samples), dealing.seed, held_out, dealing.validation, runs)
@@ -392,12 +377,12 @@ def _split(dataset: Dataset, samples: Index, dealing: Dealing) -> Split:
 def _published(dataset: Dataset, dealing: Dealing, *, index: int, of: int) -> Index:
     """Return every ``of``-th sample of the published test part from ``index``.
 
-    So all devices' test samples together are that part, each once, and their accuracies weighted by test samples have
-    the accuracy on the whole of it as their mean.
+    Together the devices test on that part, each sample once, so that the mean of their accuracies, weighted by test
+    samples, is the accuracy on all of it.
     """
     _, testing = _parts(dataset, dealing)
     if len(testing) == 0:
-        raise BadOption("--data: test=published, but the data have no published test part; give one, or leave it out")
+        raise BadOption("--data: test=published, but the data have no published test part; add one, or leave it out")
     if len(testing) < of:
         raise BadOption(
             f"--data: test=published, but {len(testing)} published test samples are too few for {of} devices; use "

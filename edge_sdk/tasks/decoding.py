@@ -1,6 +1,6 @@
-"""Images decoded once: the pixels lie in a file of the cache folder that all processes map, and so share in memory.
+"""Images decoded once into a mapped file of the cache folder, which processes share in memory.
 
-The cache is ``$XDG_CACHE_HOME/sparrow`` or ``~/.cache/sparrow``; its files may be deleted at any time.
+Files in the cache, ``$XDG_CACHE_HOME/sparrow`` or ``~/.cache/sparrow``, may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ..reading.decoded import fingerprint
 from ..reading.errors import DataError
 
 IMAGES = (".png", ".jpg", ".jpeg")
-"""Endings of the image files that are read."""
 
 
 def decode_images(
@@ -33,10 +32,10 @@ def decode_images(
     *,
     name: str,
 ) -> Array:
-    """Return so many images, [count, *shape] uint8, mapped.
+    """Return ``count`` images, [count, *shape] uint8, mapped.
 
-    images: yields what each is called and its bytes, asked only where the cache has not got the pixels. sources: what
-    they are read from, whose sizes and time stamps name them in the cache. Raises DataError.
+    images: yields name and bytes of each; called only if the pixels are not cached. sources: files whose sizes and
+    time stamps identify the images in the cache. Raises DataError.
     """
 
     def fill(pixels: Array) -> None:
@@ -49,16 +48,16 @@ def decode_images(
 
 
 def cache_folder() -> Path:
-    """Return the folder of files that may be made again: ``$XDG_CACHE_HOME/sparrow`` or ``~/.cache/sparrow``."""
+    """Return the cache folder, whose files can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparrow"
 
 
 def kept_array(
-    name: str, dtype: np.dtype[Any], shape: tuple[int, ...], what: str, fill: Callable[[Array], None]
+    name: str, dtype: np.dtype[Any], shape: tuple[int, ...], content: str, fill: Callable[[Array], None]
 ) -> Array:
-    """Return the array that the cache folder keeps by this ``name``, mapped; ``fill`` makes it if there is none yet.
+    """Return the cached array of this ``name``, mapped; ``fill`` makes it if it is missing.
 
-    what: the array in words. Raises DataError if it cannot be kept, and what ``fill`` raises.
+    content: description for messages. Raises DataError if it cannot be stored, and the errors of ``fill``.
     """
     path = cache_folder() / f"{name}.npy"
     if not path.exists():
@@ -67,15 +66,15 @@ def kept_array(
         except OSError as error:
             megabytes = dtype.itemsize * math.prod(shape) / 1e6
             raise DataError(
-                f"{path.parent}: {megabytes:.0f} MB of {what} cannot be kept there ({error}); set XDG_CACHE_HOME to a "
-                "folder with room"
+                f"{path.parent}: {megabytes:.0f} MB of {content} cannot be stored there ({error}); set "
+                "XDG_CACHE_HOME to a folder with room"
             ) from None
-    # Copy on write, so that it is writable, as torch wants arrays; as nobody writes, processes share the pages.
+    # torch wants writable arrays; copy on write keeps the pages shared, as no process writes.
     return np.load(path, mmap_mode="c")  # type: ignore[no-any-return]
 
 
 def _write(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], fill: Callable[[Array], None]) -> None:
-    """Under another name first: a process that is killed, or that writes at the same time, leaves no half a file."""
+    """Write a draft and rename it, so that a killed or a concurrent process leaves no partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     os.close(handle)

@@ -1,10 +1,8 @@
 """Handwritten digits: 1,797 grey images of 8 x 8 pixels, in ``digits.npz`` beside this file.
 
-They are the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, UCI Machine Learning
-Repository, https://doi.org/10.24432/C50P49, CC BY 4.0), as scikit-learn ships them. In the file, ``pixels`` is uint8
-[1797, 8, 8] from 0 to 16 and ``labels`` uint8 [1797].
-
-Devices share the set out among themselves without talking: each deals the same Dirichlet partition and keeps its part.
+The test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, UCI Machine Learning Repository,
+https://doi.org/10.24432/C50P49, CC BY 4.0), as shipped by scikit-learn: ``pixels``, uint8 [1797, 8, 8] from 0 to 16,
+and ``labels``, uint8 [1797].
 """
 
 from __future__ import annotations
@@ -27,13 +25,12 @@ if TYPE_CHECKING:
 def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
     """Return the digits task over one device's part of the images.
 
-    ``data`` is like ``index=2,of=5,alpha=0.3,seed=0`` (see ``dealing``), every entry optional: part 2 (from 0) of 5,
-    label skew ``alpha`` of the Dirichlet partition. Without ``index`` the device's name decides, so that a fleet needs
-    no numbering. Raises DataError.
+    ``data`` is like ``index=2,of=5,alpha=0.3,seed=0`` (see ``dealing``), every entry optional. Raises DataError.
     """
     dataset = load_images()
     dealing = read_dealing(data, task="digits", seed=seed, needs_path=False)
-    parts, public = deal(dataset, dealing, device=device), public_samples(dataset, dealing)
+    parts = deal(dataset, dealing, device=device)
+    public = public_samples(dataset, dealing)
     train, validation, test = (
         Arrays(dataset.inputs[index], dataset.targets[index]) for index in (parts.train, parts.validation, parts.test)
     )
@@ -43,9 +40,11 @@ def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
 
 @cache
 def load_images() -> Dataset:
-    """Return the images [1797,1,8,8], float32 in [0,1], and their classes. They are read once in a process."""
+    """Return the images [1797,1,8,8], float32 in [0,1], and their classes; read once in a process."""
     with np.load(Path(__file__).with_suffix(".npz"), allow_pickle=False) as stored:
-        pixels, labels = stored["pixels"], stored["labels"]
+        pixels = stored["pixels"]
+        labels = stored["labels"]
+
     images = (pixels[:, None] / np.float32(16)).astype(np.float32)
     return Dataset(images, labels.astype(np.int64), people=None, classes=10, published=len(labels))
 

@@ -1,18 +1,17 @@
-"""The file formats in which a task's samples may come; what is met in a folder decides which is read.
+"""File formats of a task's samples; a folder's content decides which format is read.
 
-    npz          x_train, y_train and perhaps x_test, y_test; or x, y and perhaps test (true: of the published test
-                 part). Perhaps beside them person, watch (true: of a watch, false: of a phone) and run (the number of
-                 the unbroken recording). Images as files end to end: jpeg, offset (image i is
-                 jpeg[offset[i]:offset[i+1]]) instead of x. A text: text, start and who speaks (``text``)
-    IDX          train-images-idx3-ubyte, train-labels-idx1-ubyte, perhaps t10k-..., each perhaps with .gz
-    binary       data_batch_1.bin .. 5 and test_batch.bin: a byte of class and 3 x 1024 of an image each (CIFAR-10)
-    table        train.csv or .parquet, perhaps test.csv or .parquet; or one such file: a column label, y, target or
-                 class, perhaps person, all other columns the values of a sample in order
+    npz          x_train, y_train and optionally x_test, y_test; or x, y and optionally test (true: published test
+                 part). Optional: person, watch (true: recorded with a watch, false: with a phone) and run (number of
+                 the unbroken recording). Instead of x, concatenated image files: jpeg and offset (image i is
+                 jpeg[offset[i]:offset[i+1]]). For a text: text, start and the speakers (``text``)
+    IDX          train-images-idx3-ubyte, train-labels-idx1-ubyte, optionally t10k-..., each optionally with .gz
+    binary       data_batch_1.bin .. 5 and test_batch.bin: a class byte and 3 x 1024 bytes per image (CIFAR-10)
+    table        train.csv or .parquet, optionally test.csv or .parquet; or one such file: a column label, y, target or
+                 class, optionally person, all other columns the values of a sample in order
     images       [train/ and test/]CLASS/*.png or .jpg
 
-Instead of ``person`` it may be called as in ``PEOPLE``; where it is numbers, ``persons`` (``writers``, ...) may name
-them. Who made the samples of MNIST.npz may be said in MNIST_writers.npz beside it: writer_train, writer_test. Bytes
-stay bytes; nothing is ever unpickled.
+``PEOPLE`` lists other names for ``person``; if it holds numbers, ``persons`` (``writers``, ...) may name them.
+MNIST_writers.npz beside MNIST.npz may hold writer_train and writer_test. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ from .decoding import IMAGES, decode_images
 from .loading import label_names
 from .text import windows
 
+# The entry that marks samples of a watch; the others are a phone's.
 WATCH = "watch"
-"""The entry that says whether a sample is of a watch; those that are not are a phone's."""
 
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """The shape and labels of a task's samples, in any file format.
+    """The shape and labels of a task's samples, independent of the file format.
 
-    shape: of one sample. described: the public set, for those who do not have it. pixels: kept as bytes, otherwise as
-    float16. archives: names of npz files looked for in a folder, by default that of the task.
+    shape: of one sample. described: where to get the public set. pixels: kept as bytes, otherwise as float16.
+    archives: names of npz files to look for in a folder, by default the task's.
     """
 
     task: str
@@ -75,9 +74,9 @@ class SampleFormat:
 
 @dataclass(frozen=True)
 class _Part:
-    """One file's samples before they are checked; ``source`` is how a message calls them.
+    """One file's unchecked samples; ``source`` names it in messages.
 
-    names: of people given by number from 0. test: which are of the published test part.
+    names: of people numbered from 0. test: marks the published test part.
     """
 
     source: str
@@ -91,12 +90,12 @@ class _Part:
 
 
 def read_dataset(path: str | None, wanted: SampleFormat) -> Dataset:
-    """Return the set at ``path``, a file or a folder; a process reads it once, until the path's time stamp changes.
+    """Return the set at ``path``, a file or a folder; a process reads it again only if its time stamp changes.
 
-    Raises DataError, which names what was looked for and where the public set is described.
+    Raises DataError.
     """
     if not path:
-        raise BadOption(f"the task {wanted.task} needs to know where its data are: add --data PATH; {wanted.advice}")
+        raise BadOption(f"the task {wanted.task} needs data: add --data PATH; {wanted.advice}")
     place = Path(path).expanduser().resolve()
     try:
         stamp = place.stat().st_mtime_ns
@@ -116,9 +115,9 @@ def _read(place: Path, stamp: int, wanted: SampleFormat) -> Dataset:
         met = sorted(entry.name for entry in place.iterdir())
         listed = ", ".join(met[:6]) + (", ..." if len(met) > 6 else "")
         raise DataError(
-            f"{place}: the folder holds {listed or 'nothing'}, no samples of {wanted.task}; {wanted.advice}"
+            f"{place}: the folder contains {listed or 'no files'}, but no samples of {wanted.task}; {wanted.advice}"
         )
-    raise DataError(f"{place}: a file of an unknown format; {wanted.advice}")
+    raise DataError(f"{place}: unknown file format; {wanted.advice}")
 
 
 # --- npz ---------------------------------------------------------------------------------------------------------
@@ -142,20 +141,24 @@ def _npz(place: Path, wanted: SampleFormat) -> Dataset | None:
             return _join([_archived(path, entries, use) for use in uses], wanted)
     except KeyError as error:
         raise DataError(
-            f"{path}: holds {', '.join(sorted(names)) or 'nothing'}, but {error.args[0]}; add it, or {wanted.advice}"
+            f"{path}: contains {', '.join(sorted(names)) or 'no arrays'}, but {error.args[0]}; add it, or "
+            f"{wanted.advice}"
         ) from None
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path}: cannot be read as an npz file ({error}); write it with numpy.savez") from None
     except DataError:
         raise
-    except (ValueError, TypeError):  # what is neither zip nor npy numpy takes for a pickle; npy is one bare array
-        raise DataError(f"{path}: holds pickled objects or is not an npz file; write plain arrays of numbers") from None
+    # numpy takes a file that is neither zip nor npy for a pickle; an npy file is one bare array.
+    except (ValueError, TypeError):
+        raise DataError(
+            f"{path}: contains pickled objects or is not an npz file; write plain arrays of numbers"
+        ) from None
 
 
 def _archived(path: Path, archive: Mapping[str, Array], use: str, inputs: Array | None = None) -> _Part:
-    """Return the samples of ``use``, _train, _test, or nothing, and what else the file says of them.
+    """Return the samples of one ``use``, _train, _test or "", with their further entries.
 
-    inputs: the samples, where they are not the entry x.
+    inputs: the samples, if they are not the entry x.
     """
     person = _only(path, [name for name in PEOPLE if name + use in archive])
     return _Part(
@@ -171,7 +174,7 @@ def _archived(path: Path, archive: Mapping[str, Array], use: str, inputs: Array 
 
 
 def _people_beside(path: Path, archive: Mapping[str, Array]) -> dict[str, Array]:
-    """Return who made the samples, as a file beside theirs says, such as mnist_writers.npz; nothing without one."""
+    """Return the people arrays of a file beside this one, such as mnist_writers.npz."""
     for kind in PEOPLE:
         beside = path.with_name(f"{path.stem}_{kind}s.npz")
         if not beside.is_file():
@@ -180,17 +183,17 @@ def _people_beside(path: Path, archive: Mapping[str, Array]) -> dict[str, Array]
             for labels in ("y", "y_train", "y_test"):
                 if labels in found and labels in archive and not np.array_equal(found[labels], archive[labels]):
                     raise DataError(
-                        f"{beside}: its {labels} is not that of {path.name}; give the same samples in order"
+                        f"{beside}: its {labels} differs from that of {path.name}; give the same samples in order"
                     )
             return {name: found[name] for name in found if name.startswith(kind)}
     return {}
 
 
 def _text(path: Path, archive: Mapping[str, Array], wanted: SampleFormat) -> _Part:
-    """Return the windows of a text, of the length that the task wants."""
+    """Return the windows of a text, of the task's length."""
     person = _only(path, [name for name in PEOPLE if name in archive])
     if person is None:
-        raise KeyError(f"no entry says who speaks ({', '.join(PEOPLE)})")
+        raise KeyError(f"no entry names the speakers ({', '.join(PEOPLE)})")
     speeches = {name: _entry(archive, name) for name in ("text", "start")}
     inputs, targets, people, runs = windows(
         **speeches, people=archive[person], place=archive.get("place"), length=wanted.shape[0]
@@ -199,7 +202,7 @@ def _text(path: Path, archive: Mapping[str, Array], wanted: SampleFormat) -> _Pa
 
 
 def _only(path: Path, names: Sequence[str]) -> str | None:
-    """Return the one name of ``names``, None for none. Raises DataError for more: it is not known which counts."""
+    """Return the only name of ``names``, if any. Raises DataError for several."""
     if len(names) > 1:
         raise DataError(f"{path}: both {names[0]} and {names[1]} say who made a sample; keep one of them")
     return names[0] if names else None
@@ -241,11 +244,11 @@ def _idx(place: Path, wanted: SampleFormat) -> Dataset | None:
         for kind, path in content.items():
             if path is None:
                 lost = " or ".join(_idx_names(use, kind)[:2])
-                raise NoData(f"{folder}: there is no {lost} beside {found[0].name}; put both files there")
+                raise NoData(f"{folder}: {lost} is missing beside {found[0].name}; put both files there")
         images, labels = found
         parts.append(_Part(str(images), _read_idx(images), _read_idx(labels)))
         if len(parts) == 1 and use == "t10k":
-            raise NoData(f"{folder}: there is no train-images-idx3-ubyte beside {images.name}; put all files there")
+            raise NoData(f"{folder}: train-images-idx3-ubyte is missing beside {images.name}; put all files there")
     return _join(parts, wanted) if parts else None
 
 
@@ -255,20 +258,20 @@ def _idx_names(use: str, content: str) -> list[str]:
 
 
 def _read_idx(path: Path) -> Array:
-    """Two zero bytes, 8 for unsigned bytes, the number of axes, each one's length as big-endian uint32, the values."""
+    """Read two zero bytes, 8 for unsigned bytes, the number of axes, big-endian uint32 lengths, the values."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error}); fetch it anew") from None
+        raise DataError(f"{path}: cannot be read ({error}); download it again") from None
     if len(content) < 4 or content[:3] != b"\0\0\x08":
         raise DataError(f"{path}: begins with {content[:4].hex()}, so it is not an IDX file of unsigned bytes")
     start = 4 + 4 * content[3]
     if len(content) < start:
-        raise DataError(f"{path}: ends within its header; fetch it anew")
+        raise DataError(f"{path}: ends within its header; download it again")
     shape = struct.unpack(f">{content[3]}I", content[4:start])
     values = np.frombuffer(content, np.uint8, offset=start)
     if values.size != int(np.prod(shape, dtype=object)):
-        raise DataError(f"{path}: holds {values.size} values, its header says {shape}; fetch it anew")
+        raise DataError(f"{path}: contains {values.size} values, its header says {shape}; download it again")
     return values.reshape(shape)
 
 
@@ -280,11 +283,11 @@ def _binary(place: Path, wanted: SampleFormat) -> Dataset | None:
     for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
         path = place / name
         if not path.is_file():
-            raise NoData(f"{place}: there is no {name} beside data_batch_1.bin; {wanted.advice}")
+            raise NoData(f"{place}: {name} is missing beside data_batch_1.bin; {wanted.advice}")
         values = np.fromfile(path, np.uint8)
         if values.size % size:
             raise DataError(
-                f"{path}: {values.size} bytes are no multiple of {size}, a class and an image; fetch it anew"
+                f"{path}: {values.size} bytes are not a multiple of {size}, a class and an image; download it again"
             )
         rows = values.reshape(-1, size)
         parts.append(_Part(str(path), rows[:, 1:].reshape(-1, *wanted.shape), rows[:, 0]))
@@ -295,8 +298,8 @@ def _binary(place: Path, wanted: SampleFormat) -> Dataset | None:
 
 TABLES = (".csv", ".parquet")
 
+# A column of these values holds the numbers 0 and 1.
 TRUTHS = ("false", "true")
-"""A column of these is one of the numbers 0 and 1."""
 
 
 def _table(place: Path, wanted: SampleFormat) -> Dataset | None:
@@ -313,14 +316,14 @@ def _table(place: Path, wanted: SampleFormat) -> Dataset | None:
 
 
 def _read_table(path: Path) -> _Part:
-    """Return the samples of a table, a row each: inputs [N, columns] as numbers. Raises DataError."""
+    """Return the samples of a table, one per row: inputs [N, columns] as numbers. Raises DataError."""
     raw = read_file(path, ReadOptions(target="class"))[""]
     assert raw.labels is not None
     assert not isinstance(raw.inputs, Decoded), "rows of a table"
     names = next((column for column in raw.columns if column.categories not in ((), TRUTHS)), None)
     if names is not None:
         raise DataError(
-            f"{path}: the column {names.name} holds no numbers ({', '.join(names.categories[:3])}); replace its values "
+            f"{path}: the column {names.name} is not numeric ({', '.join(names.categories[:3])}); replace its values "
             "by numbers, or remove it"
         )
     people = None if raw.people is None else _as_integers(raw.people)
@@ -328,7 +331,7 @@ def _read_table(path: Path) -> _Part:
 
 
 def _as_integers(names: Array) -> Array:
-    """Return names that are integers as such, others as they are."""
+    """Return names as integers if all are integers."""
     try:
         integers = names.astype(np.int64)
     except (ValueError, OverflowError):
@@ -356,8 +359,8 @@ def _images(place: Path, wanted: SampleFormat) -> Dataset | None:
     inputs = decode_images([place, *paths], images, len(paths), wanted.shape, name=wanted.task)
     if len(names) != wanted.classes and not all(name.isdecimal() for name in names):
         raise DataError(
-            f"{place}: has {len(names)} folders of images, {wanted.task} has {wanted.classes} classes; add the others "
-            f"or name the folders by number, 0 to {wanted.classes - 1}"
+            f"{place}: has {len(names)} folders of images, {wanted.task} has {wanted.classes} classes; add the missing "
+            f"ones or name the folders by number, 0 to {wanted.classes - 1}"
         )
     inputs, targets = _checked(str(place), inputs, labels, wanted)
     return Dataset(inputs, targets, people=None, classes=wanted.classes, published=len(found[0]))
@@ -368,7 +371,7 @@ def _by_class(folder: Path) -> list[Path]:
     return [path for entry in classes for path in sorted(entry.iterdir()) if path.suffix.lower() in IMAGES]
 
 
-# --- what all have in common -------------------------------------------------------------------------------------
+# --- common to all formats ---------------------------------------------------------------------------------------
 
 
 def _first(folder: Path, names: Iterable[str]) -> Path | None:
@@ -376,8 +379,9 @@ def _first(folder: Path, names: Iterable[str]) -> Path | None:
 
 
 def _join(parts: Sequence[_Part], wanted: SampleFormat, training: int = 1, inputs: Array | None = None) -> Dataset:
-    """Return the parts one after another; the first ``training`` are those to train on, or those of one part that are
-    not of its ``test``. inputs: of all parts, where they are one array already.
+    """Return the parts one after another; the first ``training``, or samples outside ``test``, are to train on.
+
+    inputs: of all parts, if they are one array already.
     """
     source = parts[0].source
     for part in parts:
@@ -391,12 +395,15 @@ def _join(parts: Sequence[_Part], wanted: SampleFormat, training: int = 1, input
     published = sum(len(part.inputs) for part in parts[:training])
     order: slice | Array = slice(None)
     if (test := _of_each(parts, "test", "b", "true or false")) is not None:
-        order, published = np.argsort(test, kind="stable"), len(test) - int(np.count_nonzero(test))
+        order = np.argsort(test, kind="stable")
+        published = len(test) - int(np.count_nonzero(test))
         if published == 0:
             raise DataError(
-                f"{source}: test is true for all samples, so none is to train on; correct it or leave it out"
+                f"{source}: test is true for all samples, so no training samples are left; correct it or leave it out"
             )
-        inputs, targets, sources = inputs[order], targets[order], None if sources is None else sources[order]
+        inputs = inputs[order]
+        targets = targets[order]
+        sources = None if sources is None else sources[order]
     codes, names, runs = _whose(parts, published, order)
     return Dataset(inputs, targets, codes, wanted.classes, published, sources, names, runs)
 
@@ -404,17 +411,18 @@ def _join(parts: Sequence[_Part], wanted: SampleFormat, training: int = 1, input
 def _whose(
     parts: Sequence[_Part], published: int, order: slice | Array = slice(None)
 ) -> tuple[NDArray[np.intp] | None, tuple[str, ...], NDArray[np.intp] | None]:
-    """Return of all samples, in this ``order``: who made them, by number, the numbers' names, and their unbroken
-    recordings by number. None and () where the parts do not say it. Raises DataError.
+    """Return the people of all samples in this ``order``, their names, and the recordings, as far as known.
 
-    Who made none of the first ``published`` samples comes last, so that devices of these can be new ones.
+    People without any of the first ``published`` samples come last, so that their devices can be new ones. Raises
+    DataError.
     """
     source = parts[0].source
     given = [part.people for part in parts if part.people is not None]
     if given and (len(given) < len(parts) or any(len(part.inputs) != len(part.people) for part in parts)):  # type: ignore[arg-type]
-        raise DataError(f"{source}: some samples have a person and others none; give one each, or none at all")
-    runs = _of_each(parts, "run", "iu", "a whole number")
-    codes, names = None, np.array([], str)
+        raise DataError(f"{source}: only some samples have a person; give one for each, or for none")
+    runs = _of_each(parts, "run", "iu", "an integer")
+    codes = None
+    names = np.array([], str)
     if given:
         found, codes = np.unique(_together(given)[order], return_inverse=True)
         last = ~np.isin(np.arange(len(found)), codes[:published])
@@ -428,7 +436,7 @@ def _whose(
 
 
 def _names_of(people: Array, names: Array | None, source: str) -> Array:
-    """Return the names of people, who are numbers of ``names`` if there are any."""
+    """Return the names of people, who may be numbers of ``names``."""
     if names is None or people.dtype.kind not in "iu":
         return people
     if people.min() < 0 or people.max() >= len(names):
@@ -437,14 +445,14 @@ def _names_of(people: Array, names: Array | None, source: str) -> Array:
     return named
 
 
-def _of_each(parts: Sequence[_Part], name: str, kinds: str, what: str) -> Array | None:
+def _of_each(parts: Sequence[_Part], name: str, kinds: str, wanted: str) -> Array | None:
     """Return an entry with one value per sample, of all parts; None if no part has it."""
     given = [getattr(part, name) for part in parts]
     if all(each is None for each in given):
         return None
     for part, each in zip(parts, given, strict=True):
         if each is None or each.dtype.kind not in kinds or each.shape != (len(part.inputs),):
-            raise DataError(f"{part.source}: {name} must be {what} for each sample, or left out")
+            raise DataError(f"{part.source}: {name} must be {wanted} for each sample, or left out")
     return _together(given)
 
 
@@ -453,12 +461,11 @@ def _together(arrays: Sequence[Array]) -> Array:
 
 
 def _values(array: Array, source: str, wanted: SampleFormat) -> Array:
-    """Return samples in the task's shape and type: [N,H,W] gets its channel, [N,H,W,C] and rows of values are
-    rearranged.
-    """
+    """Return samples in the task's shape and type; [N,H,W] gets a channel, [N,H,W,C] and flat rows are rearranged."""
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{source}: holds values of {array.dtype}; give numbers")
-    shape, size = wanted.shape, int(np.prod(wanted.shape))
+        raise DataError(f"{source}: contains values of {array.dtype}; give numbers")
+    shape = wanted.shape
+    size = int(np.prod(shape))
     if array.shape[1:] == (*shape[1:], shape[0]) and len(shape) == 3:
         array = np.moveaxis(array, 3, 1)
     elif (array.shape[1:] == shape[1:] and shape[0] == 1) or array.shape[1:] == (size,):
@@ -468,20 +475,22 @@ def _values(array: Array, source: str, wanted: SampleFormat) -> Array:
             f"{source}: samples have shape {array.shape[1:]}, {wanted.task} wants {shape} or {size} values in order"
         )
     if not wanted.pixels:
-        with np.errstate(over="ignore"):  # what does not fit becomes infinite, and is refused
+        # Values that do not fit become infinite, and are refused.
+        with np.errstate(over="ignore"):
             values = array.astype(np.float16)
         if not np.isfinite(values).all():
             raise DataError(f"{source}: a value is not finite, or too large for float16; remove such samples")
         return values
     if array.dtype != np.uint8 and not np.array_equal(array, np.clip(np.floor(array), 0, 255)):
         raise DataError(
-            f"{source}: images must be whole grey levels from 0 to 255; multiply shares of brightness by 255"
+            f"{source}: images need integer grey levels from 0 to 255; multiply brightness between 0 and 1 by 255"
         )
-    return np.require(array, np.uint8, ["C", "W"])  # torch warns of arrays that cannot be written
+    # torch warns of arrays that cannot be written.
+    return np.require(array, np.uint8, ["C", "W"])
 
 
 def _checked(source: str, inputs: Array, labels: Array, wanted: SampleFormat) -> tuple[Array, NDArray[np.int64]]:
-    """Return inputs and targets, classes numbered and nothing missing."""
+    """Return inputs and targets, checked, with numbered classes."""
     if len(inputs) != len(labels) or len(labels) == 0:
         raise DataError(f"{source}: {len(inputs)} samples have {len(labels)} labels; give one each, and at least one")
     targets = _numbered(source, labels, wanted)
@@ -495,12 +504,13 @@ def _checked(source: str, inputs: Array, labels: Array, wanted: SampleFormat) ->
 
 
 def _numbered(source: str, labels: Array, wanted: SampleFormat) -> NDArray[np.int64]:
-    """Return classes as numbers: names, as many as the task has, in their order. Raises DataError."""
+    """Return classes as numbers; as many names as the task has classes are numbered in order. Raises DataError."""
     if labels.dtype.kind in "iub":
         return labels.astype(np.int64)
-    if labels.dtype.kind == "f":  # as pandas makes them of whole numbers where one is missing
+    # pandas stores integers as floats if one is missing.
+    if labels.dtype.kind == "f":
         if not np.isfinite(labels).all() or (labels != np.floor(labels)).any():
-            raise DataError(f"{source}: a label is missing or no whole number; number the classes from 0")
+            raise DataError(f"{source}: a label is missing or not an integer; number the classes from 0")
         return labels.astype(np.int64)
     texts = np.array([str(label) for label in labels])
     names = np.unique(texts)
@@ -508,6 +518,6 @@ def _numbered(source: str, labels: Array, wanted: SampleFormat) -> NDArray[np.in
         return texts.astype(np.int64)
     if len(names) != wanted.classes:
         raise DataError(
-            f"{source}: has {len(names)} names of classes, {wanted.task} has {wanted.classes}; number them from 0"
+            f"{source}: has {len(names)} class names, {wanted.task} has {wanted.classes}; number them from 0"
         )
     return np.searchsorted(names, texts).astype(np.int64)

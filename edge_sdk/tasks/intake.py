@@ -1,13 +1,13 @@
-"""Data as applications hold them, made into data that engines take: one check for all engines, before a device enrols.
+"""Checks and conversion of an application's data, for all engines, before a device enrols.
 
-``take_in`` looks at everything that is in memory and at the first batch of any other loader. ``suited`` then converts
-inputs and targets to the types of a training step. Later batches of a loader pass the same check while training reads
-them, so that a wrong one ends in the same BadArgument.
+``take_in`` checks all data in memory and the first batch of any other loader. ``suited`` then converts inputs and
+targets to the types of a training step. Later batches of a loader are checked while training reads them, and raise the
+same BadArgument.
 
-    list of pairs                     as it is; batches of another form are converted once, empty ones left out
+    list of pairs                     unchanged, or batches converted once, empty ones left out
     generator, zip, map, iterator     read once into a list
-    ArrayBatches                      as it is, or converted once
-    DataLoader, any other iterable    a thin ``Fitted`` around it, which converts batch by batch
+    ArrayBatches                      unchanged, or converted once
+    DataLoader, any other iterable    wrapped in a ``Fitted``, which converts each batch
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from .loading import ArrayBatches, Arrays, Chosen, Reshaped, label_names
 LOADERS = ("train", "validation", "test", "public")
 MOST_NAMED = 12
 PAIR = "(inputs, targets), two arrays with the batch first"
+# Values that are checked at a time.
 CHUNK = 2**22
-"""Values that are looked at together."""
+# Types that some versions of PyTorch lack.
 WIDER: dict[str, type[np.generic]] = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
-"""Types that not every version of PyTorch has."""
 
 Pair = tuple[Any, Any]
 
 
 def take_in(task: Task, manifest: Manifest) -> Task:
-    """Return the task with data that engines can use, or that the federation's preparation can.
+    """Return the task with data that engines, or the federation's preparation, can use.
 
-    A task that has not been prepared gives raw samples if the federation has a preparation. Raises BadArgument, naming
-    the loader, for any others.
+    A task without prepared data gives raw samples if the federation has a preparation. Raises BadArgument, naming the
+    loader.
     """
     _check_names(task, manifest)
     raw = manifest.preparation if task.prepared is None else None
@@ -67,14 +67,14 @@ def _check_names(task: Task, manifest: Manifest) -> None:
     given = tuple(map(str, task.class_names))
     if names and given and given[: len(names)] != names:
         raise BadArgument(
-            f"class_names: the task numbers its classes {', '.join(given[:MOST_NAMED])}; the federation's are "
+            f"class_names: the task's classes are {', '.join(given[:MOST_NAMED])}; the federation's are "
             f"{', '.join(names[:MOST_NAMED])}, in this order: number labels by them, or leave class_names out"
         )
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The types that a training step takes. shape: of one sample's target; None: any."""
+    """The types of a training step. shape: of one sample's target; None: any."""
 
     inputs: np.dtype[Any]
     targets: np.dtype[Any] | None = None
@@ -93,23 +93,25 @@ def suited(task: Task, taken: Taken) -> Task:
 
 
 class Fit(Protocol):
-    """Converts a batch. Returns it as it is if nothing is to change, None if nothing is left of it."""
+    """Conversion of batches: the same batch if it needs no change, None if no sample is left."""
 
     def pair(self, batch: Any, where: str) -> Pair | None:
-        """Convert a batch; ``where`` names it. Raises BadArgument."""
+        """Return the converted batch; ``where`` names it in messages. Raises BadArgument."""
 
     def labels(self, targets: Array) -> Array:
-        """Convert the targets of all samples."""
+        """Return the converted targets of all samples."""
 
 
 class Fitted:
-    """Batches of ``source``, each converted when it is read. length: batches in a pass, if ``source`` has none.
+    """Batches of ``source``, each converted when it is read; other attributes are those of the source.
 
-    All other attributes are those of the source.
+    length: batches in a pass, if ``source`` has no length.
     """
 
     def __init__(self, source: Any, fit: Fit, length: int | None = None) -> None:
-        self.source, self._fit, self._length = source, fit, length
+        self.source = source
+        self._fit = fit
+        self._length = length
 
     def __iter__(self) -> Iterator[Any]:
         return self._fitted(self.source)
@@ -118,7 +120,7 @@ class Fitted:
         return len(self.source) if self._length is None else self._length
 
     def converted(self, pair: Pair) -> Pair | None:
-        """Return samples of the user's own loader as this one gives them. Raises BadArgument."""
+        """Return a batch of the user's own loader, converted. Raises BadArgument."""
         found = self.source.converted(pair) if isinstance(self.source, Fitted) else pair
         return None if found is None else self._fit.pair(found, "")
 
@@ -146,17 +148,18 @@ def unwrapped(batches: Any) -> Any:
     return batches
 
 
-# --- what a loader is ------------------------------------------------------------------------------------------------
+# --- loaders ---------------------------------------------------------------------------------------------------------
 
 
 class _Loader:
-    """The check of one loader. ``name`` is its field of Task; ``raw``: the preparation that its samples are for, if
-    any; ``models``: the task's model, None on a device that has its data only."""
+    """The check of one loader, a field ``name`` of Task. raw: the preparation of raw samples. models: the task's model;
+    None on a device that trains without PyTorch."""
 
     def __init__(
         self, name: str, manifest: Manifest, raw: Preparation | None, *, classifies: bool, models: Any
     ) -> None:
-        self._name, self._models = name, models
+        self._name = name
+        self._models = models
         self._shape = tuple(manifest.input_shape if raw is None else raw.shape)
         self._may_miss = raw is not None and raw.missing
         self._classifies = classifies
@@ -167,7 +170,7 @@ class _Loader:
         self._outputs = tuple(manifest.output_shape) if described is not None and not self._numbers else ()
 
     def take(self, batches: Any) -> Batches:
-        """Return the loader, or one around it. Raises BadArgument."""
+        """Return the loader, or a wrapped one. Raises BadArgument."""
         self._check_kind(batches)
         if isinstance(batches, ArrayBatches):
             return self._take_arrays(batches)
@@ -182,27 +185,27 @@ class _Loader:
         return self._take_loader(batches)
 
     def wrong(self, text: str, where: str = "") -> BadArgument:
-        """Return the error of this loader."""
+        """Return the error for this loader."""
         return BadArgument(f"the task's {self._name} data{where}: {text}")
 
     def _check_kind(self, batches: Any) -> None:
         if isinstance(batches, Mapping):
             keys = ", ".join(map(repr, list(batches)[:5]))
-            raise self.wrong(f"a {_kind(batches)} of {keys} is given; give a list of {PAIR}")
+            raise self.wrong(f"got a {_kind(batches)} of {keys}; give a list of {PAIR}")
         if isinstance(batches, str | bytes):
-            raise self.wrong(f"a {_kind(batches)} is given; give a list of {PAIR}")
+            raise self.wrong(f"got a {_kind(batches)}; give a list of {PAIR}")
         if _is_array(batches):
-            raise self.wrong(f"one array {_form(batches)} is given; give a list of {PAIR}, such as [(x, y)]")
+            raise self.wrong(f"got one array {_form(batches)}; give a list of {PAIR}, such as [(x, y)]")
         if isinstance(batches, list | tuple) and len(batches) == 2 and all(map(_is_array, batches)):
             inputs, targets = batches
             if np.ndim(inputs) and np.ndim(targets) and np.shape(targets) != self._shape:
                 raise self.wrong(
-                    f"the pair of whole arrays {_form(inputs)} and {_form(targets)} is given in place of batches; give "
+                    f"got two whole arrays, {_form(inputs)} and {_form(targets)}, instead of batches; give "
                     f"edge_sdk.tasks.loading.ArrayBatches(Arrays(x, y), batch_size=32), or [(x, y)] for one batch"
                 )
 
     def _reading(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches; raises BadArgument in place of what the user's code raises."""
+        """Yield batches; raise BadArgument for errors of the user's code."""
         try:
             yield from batches
         except BadArgument:
@@ -215,7 +218,7 @@ class _Loader:
         if getattr(batches, "drop_last", False) is True:
             return self.wrong("there is no batch in it; drop_last=True drops the only one, so leave it out")
         if self._ignored is not None and any(len(targets) for _, targets in batches):
-            return self.wrong(f"every label is {self._ignored}, which the loss leaves out; give samples of a class too")
+            return self.wrong(f"every label is {self._ignored}, which the loss ignores; add samples of a class")
         return self.wrong("there is no batch in it; give it at least one sample")
 
     def _take_list(self, batches: list[Any] | tuple[Any, ...]) -> Batches:
@@ -229,7 +232,7 @@ class _Loader:
     def _take_arrays(self, batches: ArrayBatches) -> Batches:
         arrays = batches.arrays
         if isinstance(arrays, Arrays | Chosen) and isinstance(arrays.inputs, Decoded):
-            # Files, which are read by the federation's description; each is checked when it is decoded.
+            # Files, which are read by the federation's description, are checked when they are decoded.
             self.labels(arrays.all_targets())
             return batches
         if isinstance(arrays, Arrays):
@@ -253,10 +256,11 @@ class _Loader:
             if len(batches) == 0:
                 raise self._empty(batches)
         except TypeError:
-            if hasattr(batches, "dataset"):  # of torch, which may have no end
+            # A data set of torch that may have no end.
+            if hasattr(batches, "dataset"):
                 raise self.wrong(
                     f"a {_kind(batches)} over a {_kind(batches.dataset)} has no length; give a data set that has a "
-                    f"__len__ and can be read again and again, so that it is known where a pass over it ends"
+                    f"__len__ and can be read repeatedly"
                 ) from None
             length = sum(1 for each in self._reading(batches) if self.pair(each, "") is not None)
         fitted = Fitted(batches, self, length)
@@ -264,10 +268,10 @@ class _Loader:
             raise self._empty(batches)
         return fitted
 
-    # --- what a batch is -------------------------------------------------------------------------------------------
+    # --- batches ---------------------------------------------------------------------------------------------------
 
     def pair(self, batch: Any, where: str) -> Any:
-        """Return a batch as engines take it: itself, if it is one already; None if it has no sample."""
+        """Return a batch in the form of the engines: the same one if possible, None if it has no sample."""
         if isinstance(batch, Mapping):
             keys = ", ".join(map(repr, list(batch)[:5]))
             raise self.wrong(
@@ -292,40 +296,41 @@ class _Loader:
         targets = self._labels(targets, where) if self._classes else self._values(targets, where)
         known = self._known(targets)
         if not known.all():
-            inputs, targets = inputs[known], targets[known]
+            inputs = inputs[known]
+            targets = targets[known]
             if not len(inputs):
                 return None
         left = self._kept(given, inputs, inputs is same[0]), self._kept(wanted, targets, targets is same[1])
         return batch if left[0] is given and left[1] is wanted else left
 
     def labels(self, targets: Array) -> Array:
-        """Return the targets of all samples, checked as those of a batch are."""
+        """Return the checked targets of all samples."""
         if not self._classes:
             return targets
         found = self._labels(self._array(targets, "targets", ""), "")
         return found[self._known(found)]
 
     def _known(self, targets: Array) -> NDArray[np.bool_]:
-        """Return which samples the loss does not leave out as a whole: bool [N]. Of a batch without any it would be
-        0 / 0."""
+        """Return the samples that the loss does not ignore as a whole, bool [N]; a batch of ignored samples would give
+        a loss of 0 / 0."""
         if self._ignored is None or self._name == "public" or targets.dtype.kind not in "iu":
             return np.ones(len(targets), np.bool_)
         counts: NDArray[np.bool_] = np.any(targets.reshape(len(targets), -1) != self._ignored, axis=1)
         return counts
 
     def _kept(self, given: Any, array: Array, same: bool) -> Any:
-        """Return what was given if it has the values of ``array`` and engines can read it, else the array."""
+        """Return the given value if engines can read it and it has the values of ``array``, else the array."""
         torch = sys.modules.get("torch")
         if not same or torch is None or not isinstance(given, torch.Tensor) or given.requires_grad:
             return array
         on_processor = given.device.type == "cpu"
         return given if _type(given) == array.dtype.name and (on_processor or self._models is not None) else array
 
-    def _array(self, value: Any, what: str, where: str) -> Array:
-        """Return a value as an array of a type that engines know; without a copy, if it is one."""
-        array = self._plain_array(value, what, where)
+    def _array(self, value: Any, part: str, where: str) -> Array:
+        """Return a value as an array of a type that engines support, copied only if needed."""
+        array = self._plain_array(value, part, where)
         if array.dtype.kind not in "biuf":
-            raise self.wrong(f"the {what} are {_form(array)}; give numbers: convert each value to one", where)
+            raise self.wrong(f"the {part} are {_form(array)}; convert each value to a number", where)
         if not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="))
         if array.dtype.kind == "f" and array.dtype != np.float32:
@@ -335,15 +340,15 @@ class _Loader:
         if wider is None:
             return array
         if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
-            raise self.wrong(f"the {what} have the value {int(array.max())}; give values below 2**63", where)
+            raise self.wrong(f"the {part} have the value {int(array.max())}; give values below 2**63", where)
         return array.astype(wider)
 
-    def _plain_array(self, value: Any, what: str, where: str) -> Array:
+    def _plain_array(self, value: Any, part: str, where: str) -> Array:
         if isinstance(value, np.ma.MaskedArray):
             masked = int(np.ma.getmaskarray(value).sum())
             if masked:
                 raise self.wrong(
-                    f"{masked} values of the {what} are masked; replace them (array.filled(value)), or leave such "
+                    f"{masked} values of the {part} are masked; replace them (array.filled(value)), or leave such "
                     f"samples out",
                     where,
                 )
@@ -354,25 +359,27 @@ class _Loader:
             plain: Array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
             return plain
         if not isinstance(value, list | tuple) and not hasattr(value, "__array__"):
-            raise self.wrong(f"the {what} are a {_kind(value)}; give {PAIR}", where)
+            raise self.wrong(f"the {part} are a {_kind(value)}; give {PAIR}", where)
         try:
             array = np.asarray(value)
-            if array.dtype == object and hasattr(value, "to_numpy"):  # pandas' nullable columns
+            # pandas' nullable columns.
+            if array.dtype == object and hasattr(value, "to_numpy"):
                 array = value.to_numpy(dtype=np.float64, na_value=np.nan)
-        except Exception as error:  # of nested lists, or a foreign class
+        # Errors of nested lists, or of a foreign class.
+        except Exception as error:
             raise self.wrong(
-                f"the {what} cannot be made one array ({str(error).splitlines()[0][:200]}); give every sample the "
+                f"the {part} cannot be made one array ({str(error).splitlines()[0][:200]}); give every sample the "
                 f"same shape, and numbers only",
                 where,
             ) from None
         return array
 
     def _shaped(self, inputs: Array, targets: Array, where: str) -> tuple[Array, Array]:
-        """Return both, samples in the shape that the model takes: axes of length 1 may differ."""
+        """Return both, with samples in the model's shape: axes of length 1 may differ."""
         shape = inputs.shape[1:]
         if not inputs.ndim or (not targets.ndim and inputs.shape == self._shape):
             raise self.wrong(
-                f"a pair holds one sample, inputs {_form(inputs)} and target {_form(targets)}; give batches: "
+                f"got one sample, inputs {_form(inputs)} and target {_form(targets)}; give batches: "
                 f"{PAIR}, such as (x[0:32], y[0:32]), or put a DataLoader around the data set",
                 where,
             )
@@ -384,23 +391,24 @@ class _Loader:
         if long_axes(shape) == long_axes(self._shape):
             return inputs.reshape(len(inputs), *self._shape), targets
         raise self.wrong(
-            f"samples have the shape {shape}, the federation's model takes {self._shape}; give the samples that "
-            f"shape, or join another federation",
+            f"samples have the shape {shape}, the federation's model takes {self._shape}; give samples of that shape, "
+            f"or join another federation",
             where,
         )
 
-    def _check_finite(self, values: Array, what: str, where: str) -> None:
+    def _check_finite(self, values: Array, part: str, where: str) -> None:
         sample = _first_not_finite(values)
         if sample is not None:
             raise self.wrong(
-                f"a value of the {what} is NaN or infinite in sample {sample}, counted from 0; replace such values, or "
+                f"a value of the {part} is NaN or infinite in sample {sample}, counted from 0; replace such values, or "
                 f"leave such samples out",
                 where,
             )
 
     def _labels(self, targets: Array, where: str) -> Array:
         """Return labels as int64 [N]."""
-        classes, labels = self._classes, targets
+        classes = self._classes
+        labels = targets
         if labels.ndim > 1 and labels.size == len(labels):
             labels = labels.reshape(-1)
         if labels.ndim != 1:
@@ -408,7 +416,7 @@ class _Loader:
             advice = "one-hot? give targets.argmax(1)" if rows else "give one label a sample"
             raise self.wrong(
                 f"the targets are {_form(targets)}, a classification takes labels [batch] from 0 to {classes - 1}: "
-                f"{advice}, or say Task(..., classification=False)",
+                f"{advice}, or set Task(..., classification=False)",
                 where,
             )
         if labels.dtype.kind == "f":
@@ -417,7 +425,7 @@ class _Loader:
             if broken.any():
                 raise self.wrong(
                     f"a label is {labels[broken][0]:g}, a classification takes integers from 0 to {classes - 1}: give "
-                    f"class indices, or say Task(..., classification=False)",
+                    f"class indices, or set Task(..., classification=False)",
                     where,
                 )
         labels = labels.astype(np.int64, copy=False)
@@ -436,16 +444,16 @@ class _Loader:
             advice = "the labels count from 1: subtract 1"
         elif int(outside[0]) < 0:
             advice = "leave samples without a class out" + (
-                "" if self._ignored is None else f", or give them the label {self._ignored}, which the loss leaves out"
+                "" if self._ignored is None else f", or give them the label {self._ignored}, which the loss ignores"
             )
         raise self.wrong(
             f"{label_names(outside)} {'lies' if len(outside) == 1 else 'lie'} outside 0 to {classes - 1}, because the "
-            f"federation's model tells {classes} classes apart; {advice}",
+            f"federation's model has {classes} classes; {advice}",
             where,
         )
 
     def _values(self, targets: Array, where: str) -> Array:
-        """Return targets that are no labels of whole samples."""
+        """Return targets other than labels of whole samples."""
         if targets.dtype.kind == "f":
             self._check_finite(targets, "targets", where)
         elif self._numbers:
@@ -470,16 +478,17 @@ class _Suit:
     """Conversion of one loader to the types of a training step."""
 
     def __init__(self, name: str, taken: Taken) -> None:
-        self._name, self._taken = name, taken
+        self._name = name
+        self._taken = taken
 
     def take(self, batches: Any) -> Batches:
-        """Return the loader, or one around it. Raises BadArgument."""
+        """Return the loader, or a wrapped one. Raises BadArgument."""
         looked = batches if isinstance(batches, list | tuple) else [next(iter(batches))]
         changed = [self.pair(batch, f", batch {number}") is not batch for number, batch in enumerate(looked)]
         return Fitted(batches, self) if any(changed) else batches
 
     def pair(self, batch: Any, where: str) -> Pair | None:
-        """Return a batch in the types that are taken."""
+        """Return a batch in the types of the training step."""
         given, wanted = batch
         inputs = self._converted(given, self._taken.inputs, "inputs", where)
         targets = self._target(wanted, where)
@@ -493,24 +502,25 @@ class _Suit:
     def _target(self, targets: Any, where: str) -> Any:
         if self._taken.targets is not None:
             targets = self._converted(targets, self._taken.targets, "targets", where)
-        wanted, shape = self._taken.shape, tuple(targets.shape[1:])
+        wanted = self._taken.shape
+        shape = tuple(targets.shape[1:])
         if wanted is None or shape == wanted:
             return targets
         if long_axes(shape) == long_axes(wanted):
             return targets.reshape(len(targets), *wanted)
         raise BadArgument(
             f"the task's {self._name} data{where}: targets have the shape {shape}, the federation's loss takes "
-            f"{wanted}; give the targets that shape, or join another federation"
+            f"{wanted}; give targets of that shape, or join another federation"
         )
 
-    def _converted(self, values: Any, dtype: np.dtype[Any], what: str, where: str) -> Any:
+    def _converted(self, values: Any, dtype: np.dtype[Any], part: str, where: str) -> Any:
         if _type(values) == dtype.name:
             return values
         array = np.asarray(values)
         if dtype.kind in "iu" and array.dtype.kind == "f" and (array != np.floor(array)).any():
             broken = float(array[array != np.floor(array)][0])
             raise BadArgument(
-                f"the task's {self._name} data{where}: a value of the {what} is {broken:g}, the federation's model "
+                f"the task's {self._name} data{where}: a value of the {part} is {broken:g}, the federation's model "
                 f"takes integers; give indices"
             )
         return array.astype(dtype)
@@ -540,12 +550,12 @@ def _type(values: Any) -> str:
 
 
 def long_axes(shape: tuple[int, ...]) -> list[int]:
-    """Return a shape without axes of length 1, by which samples may differ from what the model takes."""
+    """Return a shape without axes of length 1, which may differ between samples and the model."""
     return [length for length in shape if length != 1]
 
 
 def _first_not_finite(values: Array) -> int | None:
-    """Return the first sample with a value that is NaN or infinite."""
+    """Return the first sample with a value that is NaN or infinite, if any."""
     if values.dtype.kind != "f" or not values.size:
         return None
     rows = max(1, CHUNK // max(1, values.size // len(values)))
@@ -556,14 +566,15 @@ def _first_not_finite(values: Array) -> int | None:
     return None
 
 
-# --- chance ----------------------------------------------------------------------------------------------------------
+# --- random state ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def random_state_kept(*loaders: Any) -> Iterator[None]:
-    """Context manager: restore all random numbers that looking at these loaders may draw."""
+    """Context manager: restore all random states that reading these loaders may change."""
     torch = sys.modules.get("torch")
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     restore: list[Callable[[], object]] = [lambda: random.setstate(python), lambda: np.random.set_state(numpy)]
     if torch is not None:
         generators = [torch.default_generator, *(each for loader in loaders for each in _generators(loader))]
@@ -577,8 +588,9 @@ def random_state_kept(*loaders: Any) -> Iterator[None]:
 
 
 def _generators(loader: Any) -> list[Any]:
-    """Return a DataLoader's own generators, which it would draw from."""
-    torch, loader = sys.modules["torch"], unwrapped(loader)
+    """Return a DataLoader's own generators."""
+    torch = sys.modules["torch"]
+    loader = unwrapped(loader)
     batches = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     found = [getattr(holder, "generator", None) for holder in holders]

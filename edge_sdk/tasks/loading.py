@@ -1,10 +1,8 @@
-"""From arrays in memory to a ``Task``: batches, and the usual classification task.
+"""Batches over arrays in memory, and the usual classification task.
 
-A ``DataLoader`` collates sample by sample in Python, which for small images costs several times the training step
-itself. Arrays that fit in memory are better indexed whole: one permutation per epoch, one gather per batch.
-
-``Arrays`` are a device's own samples. ``Chosen`` are its part of a set that many simulated devices share: the device
-holds indices, and what it costs to make numbers of bytes is paid per batch.
+A ``DataLoader`` collates sample by sample in Python, which costs several training steps for small images. Arrays are
+indexed whole instead: one permutation per epoch, one gather per batch. ``Arrays`` are a device's own samples;
+``Chosen`` are indices into a set that simulated devices share, converted to numbers batch by batch.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Arrays", "classification"]
 
+# Samples per batch without gradients. Larger batches are no faster and need more memory.
 EVALUATION_BATCH = 32
-"""Samples per batch where no gradient is kept. More are no faster, and an engine holds what the largest has taken."""
 
 
 def label_names(labels: Array) -> str:
-    """Name labels for a message, each once: ``label 7`` or ``labels 7, 9``; of many the first five."""
+    """Return labels for a message, each once, at most five: ``label 7`` or ``labels 7, 9``."""
     found = np.unique(labels)
     names = ", ".join(map(str, found[:5])) + (", ..." if len(found) > 5 else "")
     return f"label{'s' if len(found) > 1 else ''} {names}"
@@ -49,17 +47,17 @@ class Samples(Protocol):
         """Return the number of samples."""
 
     def take(self, chosen: Positions) -> tuple[Array, Array]:
-        """Return inputs and targets of the positions ``chosen``, in their order: a range or integers [batch]."""
+        """Return inputs and targets of ``chosen``, a range or integers [batch], in their order."""
 
     def all_targets(self) -> Array:
-        """Return the targets of all of them, in their order."""
+        """Return the targets of all samples, in their order."""
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """Samples and their targets: inputs [N, ...], targets [N], C-contiguous; tensors of torch are taken as arrays.
+    """Samples and their targets: inputs [N, ...], targets [N], C-contiguous; tensors become arrays.
 
-    Inputs may also be decoded when they are taken; then ``take`` gives a list of them, since lengths may differ.
+    Inputs may be ``Decoded``; ``take`` then returns a list of them, since lengths may differ.
     """
 
     inputs: Any
@@ -69,7 +67,7 @@ class Arrays:
         if len(self.inputs) != len(self.targets):
             raise DataError(f"{len(self.inputs)} inputs have {len(self.targets)} targets; give one target per input")
         if len(self.inputs) == 0:
-            raise DataError("there are no samples; give at least one")
+            raise DataError("no samples; give at least one")
         if isinstance(self.inputs, Decoded):
             return
         inputs, targets = as_arrays((self.inputs, self.targets))
@@ -90,7 +88,7 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Scale:
-    """Stored values to what a network wants: float32 (x - mean) / deviation, one entry each per channel (axis 1)."""
+    """Conversion of stored values to float32 (x - mean) / deviation, with one entry of each per channel (axis 1)."""
 
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
@@ -107,11 +105,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The samples ``index`` (integers [n]) of a set that others use too, in this order, each batch ``scale``d if a
-    scale is given.
+    """The samples ``index`` (integers [n]) of a shared set, in this order, ``scale``d per batch if a scale is given.
 
-    ``inputs`` [N, ...] of any type and ``targets`` [N] are never copied whole; the index may name a sample twice.
-    Inputs may also be decoded when they are taken, as those of ``Arrays``.
+    ``inputs`` [N, ...] and ``targets`` [N] are never copied whole; the index may repeat samples. Inputs may be
+    ``Decoded``, as in ``Arrays``.
     """
 
     inputs: Any
@@ -121,25 +118,25 @@ class Chosen:
 
     def __post_init__(self) -> None:
         if len(self.index) == 0:
-            raise DataError("there are no samples; give at least one")
+            raise DataError("no samples; give at least one")
 
     def __len__(self) -> int:
         return len(self.index)
 
     def take(self, chosen: Positions) -> tuple[Array, Array]:
-        """Return the inputs, scaled if that is wanted, and targets of ``chosen``."""
+        """Return the inputs, scaled if there is a scale, and targets of ``chosen``."""
         rows = self.index[chosen]
         inputs = _take(self.inputs, rows)
         return inputs if self.scale is None else self.scale(inputs), np.take(self.targets, rows, axis=0)
 
     def all_targets(self) -> Array:
-        """Return the targets of the samples that are chosen."""
+        """Return the targets of the chosen samples."""
         return np.take(self.targets, self.index, axis=0)
 
 
 @dataclass(frozen=True)
 class Reshaped:
-    """Samples, each in the shape ``shape`` of as many values."""
+    """Samples, each reshaped to ``shape``."""
 
     samples: Samples
     shape: tuple[int, ...]
@@ -166,11 +163,10 @@ def _take(array: Any, chosen: Positions) -> Any:
 
 @dataclass(frozen=True)
 class ArrayBatches:
-    """Batches over samples in memory: in their order, or ``shuffled``.
+    """Batches over samples in memory, in their order or ``shuffled``.
 
-    No sample is left out: the last batch may be smaller. Only a rest of a single sample joins the batch before it,
-    because batch norm cannot normalise one sample by itself (behind a linear layer it refuses to, and elsewhere its
-    statistics would be those of one image).
+    The last batch may be smaller. A rest of a single sample joins the batch before it, because batch norm cannot
+    normalise one sample.
     """
 
     arrays: Samples
@@ -178,7 +174,7 @@ class ArrayBatches:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise DataError(f"the batch size is {self.batch_size}; it must be at least 1")
+            raise DataError(f"batch size {self.batch_size}; give at least 1")
 
     @property
     def num_examples(self) -> int:
@@ -219,9 +215,9 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ScaledError:
-    """The loss of a regression: mean of ((output - target) / deviation)², of tensors [batch, 1] each, by PyTorch.
+    """The loss of a regression: mean of ((output - target) / deviation)², of tensors [batch, 1], by PyTorch.
 
-    deviation: standard deviation of the publisher's training targets, in their unit, so that the loss has none.
+    deviation: standard deviation of the publisher's training targets.
     """
 
     deviation: float
@@ -232,7 +228,7 @@ class ScaledError:
 
 
 def batched(parts: Mapping[str, Samples | None], batch_size: int) -> dict[str, Any]:
-    """Return the batches of a task's parts by its fields: train, validation, test, and public; those that there are."""
+    """Return the batches of a task's parts by field: train, validation, test, public, as far as given."""
     sizes = {"validation": EVALUATION_BATCH, "test": EVALUATION_BATCH}
     return {
         use: ArrayBatches(samples, sizes.get(use, batch_size)) for use, samples in parts.items() if samples is not None

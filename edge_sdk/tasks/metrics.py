@@ -1,7 +1,6 @@
-"""Metrics of a task beside its loss: functions of a model's outputs and the targets, by numpy alone.
+"""Metrics of a task beside its loss, in numpy.
 
-A metric takes all outputs [N, ...] and all targets [N, ...] of held-out data and returns one number. A task names its
-metrics: those here by name, or functions of its own.
+A metric takes all outputs [N, ...] and all targets [N, ...] of held-out data and returns one number.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ Metric = Callable[[NDArray[Any], NDArray[Any]], float]
 def top1(outputs: NDArray[Any], targets: NDArray[Any], ignored: int | None = None) -> float:
     """Return the share of targets whose class has the highest score: of samples, characters or pixels.
 
-    outputs: [N, C] or [N, C, ...], targets [N] or [N, ...]; or, of sequences, outputs [N, T, C] and targets [N, T].
-    ignored: the label of targets that do not count.
+    outputs: [N, C] or [N, C, ...], targets [N] or [N, ...]; for sequences, outputs [N, T, C] and targets [N, T].
+    ignored: label of targets that do not count.
     """
     axis = 1 if outputs.shape[:1] + outputs.shape[2:] == targets.shape else outputs.ndim - 1
     right = outputs.argmax(axis) == targets
@@ -41,7 +40,7 @@ def rmse(outputs: NDArray[Any], targets: NDArray[Any]) -> float:
 
 
 def r2(outputs: NDArray[Any], targets: NDArray[Any]) -> float:
-    """Return the share of the targets' variance that is explained, at most 1; 0 where they have none."""
+    """Return the explained share of the targets' variance, at most 1; 0 if they have no variance."""
     wanted = targets.astype(np.float64)
     rest = np.square(outputs.reshape(wanted.shape) - wanted).sum()
     variance = np.square(wanted - wanted.mean(0)).sum()
@@ -49,10 +48,10 @@ def r2(outputs: NDArray[Any], targets: NDArray[Any]) -> float:
 
 
 def iou(outputs: NDArray[Any], targets: NDArray[Any], ignored: int | None = None) -> float:
-    """Return the intersection over union of segmentation, the mean over the classes that occur.
+    """Return the intersection over union of a segmentation, averaged over the classes that occur.
 
-    outputs: scores [N, C, ...] of C classes, or [N, 1, ...] and [N, ...] of one, which is found where they are above 0;
-    targets: [N, ...] class indices, or of one class 0 and 1. ignored: the label of targets that do not count.
+    outputs: scores [N, C, ...] of C classes, or [N, 1, ...] or [N, ...] of one class, predicted if above 0. targets:
+    class indices [N, ...], 0 and 1 for one class. ignored: label of targets that do not count.
     """
     shape = targets.shape
     known = np.ones(shape, np.bool_) if ignored is None else targets != ignored
@@ -67,16 +66,18 @@ def iou(outputs: NDArray[Any], targets: NDArray[Any], ignored: int | None = None
     return float(np.mean(shares)) if shares else 1.0
 
 
+# The metrics that a task may name.
 METRICS: dict[str, Metric] = {"top1": top1, "mae": mae, "rmse": rmse, "r2": r2, "iou": iou}
-"""Those that a task may name."""
 
 
 def measure(
     metrics: Mapping[str, Metric], pairs: Sequence[tuple[NDArray[Any], NDArray[Any]]], ignored: int | None = None
 ) -> dict[str, float]:
-    """Return what each metric is of all batches of outputs and targets, by name; nothing where there is none. One that
-    fails, or is no finite number, is left out, and logged. ignored: a label that ``top1`` and ``iou`` leave out; the
-    user's own functions get all targets."""
+    """Return each metric by name, over all batches of outputs and targets; {} without batches.
+
+    A metric that fails or is not finite is logged and left out. ignored: label that ``top1`` and ``iou`` leave out; the
+    user's own functions get all targets.
+    """
     found: dict[str, float] = {}
     of_classes = {"ignored": ignored}
     if not pairs:
@@ -85,13 +86,12 @@ def measure(
     for name, metric in metrics.items():
         try:
             value = float(metric(outputs, targets, **(of_classes if metric in (top1, iou) else {})))
-        except Exception as error:  # the user's code; the loss is known all the same
-            log.warning(
-                "the metric %s fails on outputs %s and targets %s: %s", name, outputs.shape, targets.shape, error
-            )
+        # The user's code; the loss is known nevertheless.
+        except Exception as error:
+            log.warning("metric %s fails on outputs %s and targets %s: %s", name, outputs.shape, targets.shape, error)
             continue
         if math.isfinite(value):
             found[name] = value
         else:
-            log.warning("the metric %s is %s on held-out data, and left out", name, value)
+            log.warning("metric %s is %s on held-out data; left out", name, value)
     return found

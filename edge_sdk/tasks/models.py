@@ -1,8 +1,8 @@
-"""The networks of the built-in tasks: all that they need of PyTorch.
+"""The networks of the built-in tasks, in PyTorch.
 
-Every network takes a batch first and gives class scores before softmax. A name such as ``fedsgc`` is the paper whose
-experiments used the network; parameter counts are those that the papers or their code give, and are tested. ReLU and
-max-pooling commute exactly, so pooling comes first: same function, a quarter of the ReLUs.
+A network takes batches and gives class scores before softmax. A name such as ``fedsgc`` is the paper whose experiments
+used it; parameter counts are those of the papers or their code. Max-pooling commutes with ReLU and comes first, which
+saves three quarters of the ReLUs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+# Channels of the first convolutions; further ones keep the last width.
 WIDTHS = (16, 32, 64)
-"""Channels of the first convolutions; further ones keep the last width."""
 
 
 class DigitsNet(nn.Module):
@@ -33,7 +33,7 @@ class DigitsNet(nn.Module):
         self.out = nn.Linear(64, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Class scores, before softmax."""
+        """Return class scores, before softmax."""
         maps = F.max_pool2d(F.relu(self.bn1(self.conv1(images))), 2)
         maps = F.max_pool2d(F.relu(self.bn2(self.conv2(maps))), 2)
         return self.out(F.relu(self.fc1(torch.flatten(maps, 1))))  # type: ignore[no-any-return]
@@ -49,10 +49,10 @@ def _convolutional(
     norm: bool = False,
     bias: bool = True,
 ) -> nn.Module:
-    """Return convolutions between these numbers of channels, and linear layers between these sizes, ReLU behind each.
+    """Return convolutions between these numbers of channels, and linear layers between these sizes, each with ReLU.
 
-    pool: size and stride of the max-pooling behind each of the first two. norm: batch norm behind each convolution.
-    bias: whether hidden linear layers have biases.
+    pool: size and stride of the max-pooling after each of the first two convolutions. norm: batch norm after each
+    convolution. bias: whether hidden linear layers have biases.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for stage, (before, after) in enumerate(pairwise(channels), 1):
@@ -76,12 +76,12 @@ def mnist_small() -> nn.Module:
 
 
 def mnist_fedsgc() -> nn.Module:
-    """[N,1,28,28] -> [N,10]: FedSGC's MNIST network; its pooling of 3 x 3 in steps of 1 hardly shrinks the maps."""
+    """[N,1,28,28] -> [N,10]: FedSGC's MNIST network; pooling of 3 x 3 with stride 1 hardly shrinks the maps."""
     return _convolutional((1, 10, 20), (5120, 50, 10), pool=(3, 1))
 
 
 def mnist_dmpfl() -> nn.Module:
-    """[N,1,28,28] -> [N,10]: the network of McMahan et al. (arXiv:1602.05629), which DM-PFL's is similar to."""
+    """[N,1,28,28] -> [N,10]: the network of McMahan et al. (arXiv:1602.05629), similar to DM-PFL's."""
     return _convolutional((1, 32, 64), (3136, 512, 10), padding=2)
 
 
@@ -116,7 +116,7 @@ def cifar10_dmpfl() -> nn.Module:
 
 
 def cifar10_pfedgate() -> nn.Module:
-    """[N,3,32,32] -> [N,10]: pFedGate's CIFAR-10 network, without the ReLU that its code puts on the class scores."""
+    """[N,3,32,32] -> [N,10]: pFedGate's CIFAR-10 network, without its code's ReLU on the class scores."""
     return _convolutional((3, 32, 64), (1600, 120, 84, 10))
 
 
@@ -131,9 +131,9 @@ def uci_har_small() -> nn.Module:
 
 
 def uci_har_dmpfl() -> nn.Module:
-    """[N,9,128] windows -> [N,6]: the layers that we take for DM-PFL's HAR network, two hidden ones of 256 and 128.
+    """[N,9,128] windows -> [N,6]: DM-PFL's HAR network, assumed to have hidden layers of 256 and 128.
 
-    The paper names 561 features, made of these windows by the set's authors; here the inputs are the windows.
+    The paper uses 561 features derived from these windows; the inputs here are the windows.
     """
     return nn.Sequential(
         OrderedDict(
@@ -150,7 +150,7 @@ def uci_har_dmpfl() -> nn.Module:
 def har_small(channels: int = 6, steps: int = 64, classes: int = 5) -> nn.Module:
     """[N,6,64] windows of accelerometer and gyroscope -> [N,5]: three convolutions in time and 64 hidden units.
 
-    Group norm, because people differ and batch norm's running statistics would mix them.
+    Group norm, because batch norm's running statistics would mix different people.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for stage, (before, after, kernel) in enumerate(((channels, 32, 5), (32, 64, 5), (64, 64, 3)), 1):
@@ -166,9 +166,7 @@ def har_small(channels: int = 6, steps: int = 64, classes: int = 5) -> nn.Module
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions of 3 x 3 beside a shortcut (He et al., arXiv:1512.03385): [N,inputs,H,W] ->
-    [N,outputs,H/stride,W/stride].
-    """
+    """Two 3 x 3 convolutions and a shortcut (He et al., arXiv:1512.03385): [N,inputs,H,W] -> [N,outputs,H/...]."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -188,7 +186,7 @@ class ResidualBlock(nn.Module):
 
 
 def pacs_resnet18() -> nn.Module:
-    """[N,3,64,64] -> [N,7]: ResNet-18 (He et al., arXiv:1512.03385), not trained before; FedSGC's PACS network."""
+    """[N,3,64,64] -> [N,7]: ResNet-18 (He et al., arXiv:1512.03385) with random weights; FedSGC's PACS network."""
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(3, 64, kernel_size=7, stride=2, padding=3, bias=False),
         bn1=nn.BatchNorm2d(64),
@@ -220,7 +218,7 @@ def pacs_small() -> nn.Module:
 
 
 class CharacterLSTM(nn.Module):
-    """[N,T] characters as numbers -> [N,characters] scores of the next one."""
+    """[N,T] character codes -> [N,characters] scores of the next character."""
 
     def __init__(self, characters: int, embedded: int, units: int, layers: int) -> None:
         super().__init__()
@@ -229,26 +227,27 @@ class CharacterLSTM(nn.Module):
         self.out = nn.Linear(units, characters)
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:
-        """Class scores, before softmax."""
+        """Return class scores, before softmax."""
         return self.out(self.lstm(self.embed(characters.long()))[0][:, -1])  # type: ignore[no-any-return]
 
 
 def shakespeare_small() -> nn.Module:
-    """[N,80] -> [N,65]: one LSTM layer of 128 units; ours, a tenth of LEAF's."""
+    """[N,80] -> [N,65]: one LSTM layer of 128 units, a tenth of LEAF's parameters."""
     return CharacterLSTM(65, embedded=8, units=128, layers=1)
 
 
 def shakespeare_leaf() -> nn.Module:
-    """[N,80] -> [N,65]: LEAF's, of McMahan et al. (arXiv:1602.05629): two LSTM layers of 256 units."""
+    """[N,80] -> [N,65]: LEAF's network, two LSTM layers of 256 units (McMahan et al., arXiv:1602.05629)."""
     return CharacterLSTM(65, embedded=8, units=256, layers=2)
 
 
 class Rescale(nn.Module):
-    """Outputs in the unit of a regression's targets: deviation · x + mean. It has no parameters."""
+    """Outputs in the unit of a regression's targets: deviation · x + mean, without parameters."""
 
     def __init__(self, mean: float, deviation: float) -> None:
         super().__init__()
-        self.mean, self.deviation = mean, deviation
+        self.mean = mean
+        self.deviation = deviation
 
     def forward(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs, rescaled."""
@@ -258,9 +257,9 @@ class Rescale(nn.Module):
 class Broadcast(nn.Module):
     """A block of broadcasted residual learning, [N,C,F,T] -> the same (BC-ResNet: Kim et al., arXiv:2106.04140, Eq. 2).
 
-    y = x + f2(x) + f1(mean over F of f2(x)): f2 is a depthwise convolution along frequency, f1 one along time with a
-    pointwise one, whose result is broadcast along frequency. Group norm in place of batch and sub-spectral norm,
-    because running statistics suit no device when the devices' data differ.
+    y = x + f2(x) + f1(mean over F of f2(x)): f2 is a depthwise convolution along frequency, f1 a depthwise one along
+    time and a pointwise one, broadcast along frequency. Group norm replaces batch and sub-spectral norm, whose running
+    statistics fit no device if the devices' data differ.
     """
 
     def __init__(self, channels: int, dilation: int = 1) -> None:
@@ -303,15 +302,13 @@ def keyword_spotter(bands: int, outputs: int) -> nn.Module:
 def build_model(
     shape: tuple[int, ...], outputs: int, scale: tuple[float, float] | None = None, *, sounds: bool = False
 ) -> nn.Module:
-    """Return a small network for samples of ``shape``: a pure function of its arguments, initial weights apart.
+    """Return a small network for samples of ``shape``; only its initial weights are random.
 
-    scale: mean and standard deviation of a regression's targets, whose unit the outputs then have. sounds: samples are
-    log-mel energies [1,bands,frames] (``keyword_spotter``). [C,T] with T of at least 8: convolutions of 5 along time
-    with group norm, ReLU and pooling by 2, then the mean over time and 64 hidden units.
-
-    [C,H,W] with H and W of at least 8: convolutions of 3 x 3 with group norm, ReLU and 2 x 2 pooling until a side is
-    shorter than 4, then 64 hidden units. Anything else: two hidden layers of 64. Group norm because batch norm's
-    running statistics suit no device when the devices' data differ.
+    scale: mean and standard deviation of a regression's targets, to rescale outputs. sounds: samples are log-mel
+    energies [1,bands,frames] (``keyword_spotter``). [C,T] with T of at least 8: convolutions of 5 along time with group
+    norm, ReLU and pooling by 2, mean over time, 64 hidden units. [C,H,W] with H and W of at least 8: 3 x 3
+    convolutions with group norm, ReLU and 2 x 2 pooling until a side is shorter than 4, 64 hidden units. Otherwise two
+    hidden layers of 64.
     """
     if sounds and scale is None:
         return keyword_spotter(shape[1], outputs)
@@ -327,7 +324,8 @@ def build_model(
             layers[f"norm{stage}"] = nn.GroupNorm(4, wide)
             layers[f"relu{stage}"] = nn.ReLU()
             layers[f"pool{stage}"] = pooling(2)
-            channels, sides = wide, [side // 2 for side in sides]
+            channels = wide
+            sides = [side // 2 for side in sides]
         if len(sides) == 1:
             layers["mean"] = nn.AdaptiveAvgPool1d(1)
             sides = [1]

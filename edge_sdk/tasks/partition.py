@@ -1,12 +1,11 @@
-"""Dealing one data set to many devices, and one device's part to training, validation and test.
+"""Partitions of a data set over many devices, and the split of one device's part.
 
 A partition is a function of labels [samples] (classes of any type), people [samples] or None (who made each sample),
-``of`` (the number of devices) and a seed; it returns each device's indices, sorted, and deals no sample twice. Its
-further keyword arguments are options with numbers as values, and have defaults. Those registered under the entry point
-``sparrow.partitions`` can be chosen by name.
+``of`` (number of devices) and a seed; it returns each device's indices, sorted, without repeats. Further keyword
+arguments are numeric options with defaults. Partitions are registered under the entry point ``sparrow.partitions``.
 
-Every device computes its own part alone, so all must deal alike, whatever their numpy. Hence ``RandomState``: numpy
-promises that its streams never change, which it does not for the distributions of ``Generator``.
+Every device computes its own part, so all must deal identically with any numpy. Hence ``RandomState``, whose streams
+numpy keeps unchanged, unlike the distributions of ``Generator``.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from ..reading.errors import BadOption, DataError
 
 Index = NDArray[np.intp]
 
+# Draws before a partition is considered impossible: seconds for 100 devices of ten classes.
 REDRAWS = 10_000
-"""Draws of the proportions before a partition is called impossible: seconds for 100 devices of ten classes."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A device's samples by use: indices, sorted, no two sets overlapping (but see ``shifted``)."""
+    """A device's samples by use: sorted indices, disjoint except after ``shifted``."""
 
     train: Index
     validation: Index
@@ -39,21 +38,22 @@ class Split:
 def dirichlet(
     labels: Array, people: Array | None, *, of: int, seed: int, alpha: float = 0.3, minimum: int = 10
 ) -> list[Index]:
-    """Label skew: per class, q ~ Dir(alpha·1_N) says which share of its samples each of the N = ``of`` devices gets.
+    """Label skew: per class, q ~ Dir(alpha·1_N) gives each of the N = ``of`` devices its share of the samples.
 
-    Small ``alpha`` gives devices few classes each, a large one equal mixtures. Proportions are redrawn until every
-    device has ``minimum`` samples (FedSPU, arXiv:2403.11464, section 5, names the distribution; the rest is our choice,
-    since the authors published only ready-made files). Every sample is dealt. Raises DataError when that cannot be had.
+    Small ``alpha`` gives each device few classes. Proportions are redrawn until every device has ``minimum`` samples
+    (FedSPU, arXiv:2403.11464, section 5, names the distribution only). Every sample is dealt. Raises DataError if that
+    is impossible.
     """
     _check(labels, of, minimum)
     if not (alpha > 0 and math.isfinite(alpha)):
-        raise BadOption(f"alpha is {alpha}; it must be a number above 0, such as 0.3")
+        raise BadOption(f"alpha is {alpha}; give a number above 0, such as 0.3")
     random = _random(seed)
     by_class = [random.permutation(np.flatnonzero(labels == label)) for label in sorted(set(labels.tolist()))]
     for _ in range(REDRAWS):
         proportions = random.dirichlet(np.full(of, alpha), size=len(by_class))
+        # A tiny alpha can make all shares of a class underflow to zero, and their quotient NaN.
         if not np.isfinite(proportions).all():
-            continue  # a tiny alpha can make every share of a class underflow to zero, and their quotient NaN
+            continue
         sizes = np.array([[len(samples)] for samples in by_class])
         cuts = (np.cumsum(proportions[:, :-1], axis=1) * sizes).astype(np.intp)
         counts = np.diff(cuts, axis=1, prepend=0, append=sizes)
@@ -73,14 +73,14 @@ def grouped(
     alpha: float = 0.3,
     minimum: int = 10,
 ) -> list[Index]:
-    """Label skew between ``groups`` of devices that are alike inside: ``dirichlet`` over groups, then equal mixtures.
+    """Label skew between ``groups`` of similar devices: ``dirichlet`` over groups, then equal mixtures.
 
-    Device i is of group i mod ``groups``, so that devices which come later have relatives among those that trained. A
-    group's devices have equally many samples of each class, give or take one. Every sample is dealt.
+    Device i is in group i mod ``groups``, so that later devices have relatives among the trained ones. Devices of a
+    group have equally many samples of each class, plus or minus one. Every sample is dealt.
     """
     _check(labels, of, minimum)
     if not 1 <= groups <= of:
-        raise BadOption(f"{of} devices cannot form {groups} groups; give at least 1 group and a device for each")
+        raise BadOption(f"groups is {groups} for {of} devices; give 1 to {of}")
     largest = -(-of // groups)
     dealt: list[Index] = [np.empty(0, np.intp)] * of
     random = _random(seed, 1)
@@ -96,13 +96,12 @@ def grouped(
 
 
 def shards(labels: Array, people: Array | None, *, of: int, seed: int, shards: int = 2) -> list[Index]:
-    """Pathological label skew: samples sorted by label, cut into ``of * shards`` equal pieces, ``shards`` for each.
+    """Pathological label skew: samples sorted by label, cut into ``of * shards`` equal pieces, ``shards`` per device.
 
-    McMahan et al. (arXiv:1602.05629, section 3); most devices hold two classes. Pieces differ by a sample where the
-    numbers do not divide. Every sample is dealt.
+    McMahan et al. (arXiv:1602.05629, section 3); most devices hold two classes. Every sample is dealt.
     """
     if shards < 1:
-        raise BadOption(f"shards is {shards}; a device needs at least 1")
+        raise BadOption(f"shards is {shards}; give at least 1")
     _check(labels, of, shards)
     pieces = np.array_split(np.argsort(labels, kind="stable"), of * shards)
     hands = _random(seed).permutation(of * shards).reshape(of, shards)
@@ -114,16 +113,17 @@ def classes(
 ) -> list[Index]:
     """Pathological label skew with quantity skew: a tenth of the devices, drawn at random, hold half of the samples.
 
-    DM-PFL's second partition, completed: sizes are proportional to u ~ U[0.5, 1.5] inside each half; large devices
-    first, each draws ``classes`` classes with the samples left as weights, and takes equally many of each. Where a
-    class runs out, the others make up for it; where all do, the device gets less, and what is left over is dealt to
-    nobody. Redrawn until every device has ``minimum`` samples.
+    DM-PFL's second partition, completed: sizes are proportional to u ~ U[0.5, 1.5] inside each half. Large devices
+    first, each draws ``classes`` classes, weighted by remaining samples, and takes equally many of each. Other classes
+    replace one that runs out; if all do, the device gets fewer. Remaining samples are not dealt. Redrawn until every
+    device has ``minimum`` samples.
     """
     _check(labels, of, minimum)
     if classes < 1:
-        raise BadOption(f"classes is {classes}; a device needs at least 1")
+        raise BadOption(f"classes is {classes}; give at least 1")
     random = _random(seed)
-    attempts = 100  # a draw of this kind costs a loop over the devices
+    # Each draw loops over the devices.
+    attempts = 100
     for _ in range(attempts):
         dealt = _deal_classes(labels, of, classes, random)
         if min(map(len, dealt)) >= minimum:
@@ -136,11 +136,12 @@ def _deal_classes(labels: Array, of: int, classes: int, random: np.random.Random
     order = random.permutation(of)
     large = max(1, of // 10)
     wishes = random.uniform(0.5, 1.5, of)
-    halves = [half for half in np.split(wishes, [large]) if len(half)]  # a single device has all
+    # A single device has all.
+    halves = [half for half in np.split(wishes, [large]) if len(half)]
     for half in halves:
         half /= half.sum() * len(halves)
     sizes = np.floor(wishes * len(labels)).astype(np.intp)
-    # Largest first, so that those who want most of a class find it.
+    # Largest first, while classes still have enough samples.
     by_size = np.argsort(-sizes, kind="stable")
     dealt: list[Index] = [np.empty(0, np.intp)] * of
     for device, size in zip(order[by_size], sizes[by_size], strict=True):
@@ -150,7 +151,7 @@ def _deal_classes(labels: Array, of: int, classes: int, random: np.random.Random
             continue
         chosen = random.choice(len(left), size=held, replace=False, p=weights / weights.sum())
         taken: list[Index] = []
-        # The scarcest first: what it lacks is spread over those that follow.
+        # Scarcest first: the following classes make up for its shortage.
         for rank, number in enumerate(sorted(chosen, key=lambda number: (len(left[number]), number))):
             wanted = (size - sum(map(len, taken))) // (held - rank)
             taken.append(left[number][:wanted])
@@ -162,14 +163,14 @@ def _deal_classes(labels: Array, of: int, classes: int, random: np.random.Random
 def quantity(
     labels: Array, people: Array | None, *, of: int, seed: int, sigma: float = 0.3, minimum: int = 10
 ) -> list[Index]:
-    """Quantity skew alone: sizes proportional to a log-normal with deviation ``sigma`` of the logarithm, labels mixed.
+    """Quantity skew only: sizes follow a log-normal whose logarithm has deviation ``sigma``; labels are mixed.
 
     As in FedDyn's experiments (Acar et al., arXiv:2111.04263). Redrawn until every device has ``minimum`` samples.
     Every sample is dealt.
     """
     _check(labels, of, minimum)
     if not (sigma >= 0 and math.isfinite(sigma)):
-        raise BadOption(f"sigma is {sigma}; it must be a number of at least 0, such as 0.3")
+        raise BadOption(f"sigma is {sigma}; give a number of at least 0, such as 0.3")
     random = _random(seed)
     mixed = random.permutation(len(labels))
     for _ in range(REDRAWS):
@@ -181,12 +182,12 @@ def quantity(
 
 
 def person(labels: Array, people: Array | None, *, of: int, seed: int, minimum: int = 1) -> list[Index]:
-    """Deal by person: device i holds the samples of the i-th one, in the order of their names or numbers.
+    """Deal by person: device i holds the samples of the i-th person, by name or number.
 
-    Who made fewer than ``minimum`` samples is left out.
+    People with fewer than ``minimum`` samples are left out.
     """
     if people is None:
-        raise BadOption("partition=person: this set does not say who made its samples; choose another partition")
+        raise BadOption("partition=person: this set does not name who made its samples; choose another partition")
     found = people_of(people, minimum)
     if of != len(found):
         raise DataError(
@@ -197,14 +198,14 @@ def person(labels: Array, people: Array | None, *, of: int, seed: int, minimum: 
 
 
 def people_of(people: Array, minimum: float = 1) -> Array:
-    """Return those who made at least ``minimum`` samples, each once, in order."""
+    """Return the people with at least ``minimum`` samples, each once, in order."""
     found, counts = np.unique(people, return_counts=True)
     enough: Array = found[counts >= minimum]
     return enough
 
 
 def iid(labels: Array, people: Array | None, *, of: int, seed: int) -> list[Index]:
-    """No skew: samples shuffled and dealt in equal numbers, give or take one."""
+    """No skew: samples shuffled and dealt in equal numbers, plus or minus one."""
     _check(labels, of, 1)
     return [np.sort(part) for part in np.array_split(_random(seed).permutation(len(labels)), of)]
 
@@ -214,14 +215,14 @@ def split(
 ) -> Split:
     """Split ``count`` samples into train, validation and test at random.
 
-    ``held_out`` is the test share, ``validation`` that of the rest: 0.595, 0.105 and 0.3 by default; None holds no
-    sample out for testing. The stop rule reads validation and reports read test (the authors use one held-out share for
-    both, which flatters the reports). Each set gets at least one sample.
+    held_out: test share; None for no test set. validation: share of the rest. The default is 0.595, 0.105 and 0.3.
+    Early stopping reads validation and reports read test (the authors use one set for both, which flatters the
+    reports). Each set gets at least one sample.
 
-    runs [count] or None: the unbroken recording that each sample is of. A recording is in one set as a whole, because
-    neighbours share samples of the sensor. The test set then has at least its share, validation at most its own.
+    runs [count]: unbroken recording of each sample. A recording is in one set only, because neighbouring samples
+    overlap; the test set then has at least its share, validation at most its own.
 
-    Raises DataError for fewer samples, or recordings, than sets, and for shares outside (0, 1).
+    Raises DataError for fewer samples, or recordings, than sets, and BadOption for shares outside (0, 1).
     """
     if held_out is None and not 0 < validation < 1:
         raise BadOption(f"validation={validation:g}; it must lie between 0 and 1")
@@ -230,14 +231,15 @@ def split(
     _, run, sizes = np.unique(np.arange(count) if runs is None else runs, return_inverse=True, return_counts=True)
     sets = ["training", "validation", *["test"] * (held_out is not None)]
     if len(sizes) < len(sets):
-        what = "samples" if runs is None else "unbroken recordings (run)"
+        units = "samples" if runs is None else "unbroken recordings (run)"
         raise DataError(
-            f"{len(sizes)} {what} cannot be split into {', '.join(sets[:-1])} and {sets[-1]}; give at least {len(sets)}"
+            f"{len(sizes)} {units} cannot be split into {', '.join(sets[:-1])} and {sets[-1]}; give {len(sets)} or more"
         )
     order = _random(seed).permutation(len(sizes))
     ends = np.cumsum(sizes[order])
 
-    def within(samples: float) -> int:  # the 1e-9 removes accidents of binary floats: (1 - 0.3) * 10 is 7, not 6.999...
+    # 1e-9 removes rounding of binary floats: (1 - 0.3) * 10 is 7, not 6.999...
+    def within(samples: float) -> int:
         return int(np.searchsorted(ends, samples + 1e-9, side="right"))
 
     local = len(order) if held_out is None else min(max(within((1 - held_out) * count), 2), len(order) - 1)
@@ -249,24 +251,24 @@ def split(
 
 
 def shifted(own: Index, union: Index, *, seed: int, device: int, degree: float) -> Index:
-    """Return a test set that moved away from the device's own: ``floor(degree * n + 0.5)`` of its n samples are
-    replaced.
+    """Return a shifted test set: ``floor(degree * n + 0.5)`` of the device's n test samples are replaced.
 
-    ``own``: the device's test samples; ``union``: those of all devices, each once. What replaces them is drawn from the
-    union without replacement, and may be the device's own again. The samples kept for a larger degree are a subset of
-    those kept for a smaller one. The draw follows from (seed, device, degree). After DM-PFL's meta-distribution.
-    Returns as many indices as ``own`` has, the kept ones first. Raises DataError for a degree outside [0, 1].
+    own: the device's test samples. union: those of all devices, each once; replacements are drawn from it without
+    replacement, and may be the device's own. Samples kept at a larger degree are a subset of those kept at a smaller
+    one. The draw follows from (seed, device, degree). After DM-PFL's meta-distribution. The kept indices come first.
+    Raises BadOption for a degree outside [0, 1].
     """
     if not 0 <= degree <= 1:
-        raise BadOption(f"the shift is {degree}; it is a share between 0 and 1")
+        raise BadOption(f"shift is {degree}; give a share from 0 to 1")
     replaced = math.floor(degree * len(own) + 0.5)
-    order = _random(seed, device).permutation(own)  # without the degree: that is what nests the kept sets
+    # Drawn without the degree, which makes the kept sets nested.
+    order = _random(seed, device).permutation(own)
     drawn = _random(seed, device, round(degree * 10**6)).permutation(union)[:replaced]
     return np.concatenate([np.sort(order[: len(own) - replaced]), drawn])
 
 
 def _check(labels: Array, of: int, minimum: int) -> None:
-    """Refuse a partition that no draw could make."""
+    """Raise for a partition that no draw can make."""
     if of < 1 or minimum < 0:
         raise BadOption(f"{of} devices of at least {minimum} samples each; give at least 1 device and 0 samples")
     if of * minimum > len(labels):
@@ -281,12 +283,12 @@ def _too_few(attempts: int, drawn: str, of: int, minimum: int, labels: Array, in
 
 
 def drawn(count: int, seed: int, share: float) -> Index:
-    """Return a share of ``count`` samples, floor(share count) of them, in an order drawn from the seed."""
+    """Return floor(share count) of ``count`` samples, in an order drawn from the seed."""
     size = math.floor(share * count + 1e-9)
     return _random(seed, 0, 0).permutation(count)[:size] if size else np.zeros(0, np.intp)
 
 
 def _random(seed: int, *more: int) -> np.random.RandomState:
     if not 0 <= seed < 2**63:
-        raise BadOption(f"the seed is {seed}; it must lie in 0..2^63-1")
+        raise BadOption(f"seed is {seed}; give an integer from 0 to 2^63-1")
     return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, *more])

@@ -1,9 +1,10 @@
-"""A federation's preparation on this device: raw samples through its graph, once when data are loaded.
+"""A federation's preparation on this device: raw samples pass its graph once, when data are loaded.
 
-Prepared samples stay in memory if they take at most ``SHARE`` of the memory available; otherwise each batch is prepared
-when it is taken. Arrays that many simulated devices share are prepared once in a process. If the preparation
-standardises by each device's own statistics, these are computed from its training samples at the first start, and kept
-in its state folder: the model was trained on them, so later data must not move them.
+Prepared samples stay in memory if they take at most ``SHARE`` of the available memory; otherwise each batch is prepared
+when it is taken. Arrays that simulated devices share are prepared once in a process. Each device's own statistics are
+
+computed at the first start and kept in its state folder: the model was trained on them, so later data must not change
+them.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from .intake import Fitted
 from .loading import ArrayBatches, Arrays, Chosen, Samples
 from .preparing import Statistics, own_constants, statistics_of
 
+# Largest share of the available memory for prepared samples.
 SHARE = 0.25
-"""Of the memory that is available, the most that prepared samples may take."""
 
+# Arrays whose prepared form a process keeps.
 MOST_KEPT = 8
-"""Arrays whose prepared form a process keeps."""
 
+# Raw samples that are prepared singly and in a batch, to check that the results agree.
 TRIED = 3
-"""Raw samples on which a preparation is run alone and in a batch, to see that it treats each by itself."""
 
+# Ratio of standard deviations, or distance of means in standard deviations, from which data count as different.
 SPREAD_RATIO = 5.0
-"""Ratio of standard deviations, or distance of means in standard deviations, from which data count as different."""
 
 MOST_NAMED = 5
 
@@ -72,7 +73,7 @@ class Streamed:
 
 @dataclass(frozen=True)
 class _Preparing:
-    """Prepares each batch of a user's own loader when it comes."""
+    """Preparation of a user's own loader, batch by batch."""
 
     preparer: Preparer
 
@@ -94,12 +95,12 @@ class _Kept:
         self._lock = Lock()
 
     def get(self, raw: Any, preparer: Preparer, room: int) -> Array:
-        """Return the prepared form of ``raw``, made once. room: bytes of memory; more goes to a file."""
+        """Return the prepared form of ``raw``, made once. room: bytes of memory; a larger array goes to a file."""
         key = (id(raw), preparer.digest)
         with self._lock:
             if key not in self._arrays:
                 made = prepare_decoded(raw, preparer, room) if isinstance(raw, Decoded) else preparer(raw)
-                # The raw array is kept too, so that no other one gets its id.
+                # Keeping the raw array prevents reuse of its id.
                 self._arrays[key] = (raw, made)
                 if len(self._arrays) > MOST_KEPT:
                     self._arrays.popitem(last=False)
@@ -111,10 +112,10 @@ _KEPT = _Kept()
 
 
 def prepare_decoded(samples: Decoded, preparer: Preparer, room: int) -> Array:
-    """Return the inputs of samples that are decoded one by one: in memory if they fit ``room``, else in a mapped file.
+    """Return the prepared inputs of ``Decoded`` samples: in memory if they fit ``room``, else in a mapped file.
 
-    The file lies in the cache folder, named after the digests of samples and preparation, and is made once. Raises
-    DataError for a sample that cannot be decoded, or a cache that cannot be written.
+    The file in the cache folder is named by the digests of samples and preparation, and is made once. Raises DataError
+    for a sample that cannot be decoded, or a cache that cannot be written.
     """
     first = preparer([samples[0]])
     shape = (len(samples), *first.shape[1:])
@@ -134,10 +135,9 @@ def _fill(made: Array, samples: Decoded, preparer: Preparer) -> None:
 
 
 def load_preparer(manifest: Manifest, graph: bytes, own: Mapping[str, Array]) -> Preparer:
-    """Return what runs a federation's preparation, after all checks.
+    """Return the preparer of a federation's preparation, after all checks.
 
-    own: the device's own statistics, empty unless the preparation uses them. Raises GraphError for a graph that must
-    not be run.
+    own: the device's own statistics, if the preparation uses them. Raises GraphError for a graph that must not be run.
     """
     try:
         check_preparation(graph, manifest)
@@ -146,14 +146,14 @@ def load_preparer(manifest: Manifest, graph: bytes, own: Mapping[str, Array]) ->
         raise GraphError(f"the preparation's graph is refused: {error}") from None
 
 
+# Cached, because a process hosts many devices of one federation. text: of the manifest.
 @lru_cache(maxsize=4)
 def _hosted(text: str, graph: bytes) -> Preparer:
-    """Kept, because a process hosts many devices of one federation. text: of the manifest."""
     return load_preparer(Manifest.model_validate_json(text), graph, {})
 
 
 def prepared_hosted(task: Task, manifest: Manifest, graph: bytes) -> Task:
-    """Return the task of one of many devices of this process, its samples prepared. Raises as ``prepared``."""
+    """Return the prepared task of one of this process's many devices. Raises as ``prepared``."""
     assert manifest.preparation is not None, "there is a graph"
     if manifest.preparation.own:
         return prepared(task, load_preparer(manifest, graph, compute_own(task.train, manifest.preparation)))
@@ -161,7 +161,7 @@ def prepared_hosted(task: Task, manifest: Manifest, graph: bytes) -> Task:
 
 
 def raw_statistics(batches: Batches, description: Preparation) -> Statistics:
-    """Return the statistics of a device's raw samples, by column or channel; of grey images [N, H, W] over all."""
+    """Return the statistics of raw samples by column or channel; of grey images [N, H, W] over all pixels."""
     raw = (as_arrays(batch)[0] for batch in batches)
     if description.axes == "HW":
         return statistics_of((each[..., None] for each in raw), 2)
@@ -174,10 +174,10 @@ def compute_own(batches: Batches, description: Preparation) -> dict[str, NDArray
 
 
 def prepared(task: Task, preparer: Preparer, *, memory_limit: int | None = None) -> Task:
-    """Return the task with prepared samples in place of raw ones; the task as it is if that was done before.
+    """Return the task with prepared samples in place of raw ones, unless that was done before.
 
-    memory_limit: bytes that the process may hold; None: what there is. Raises BadArgument for raw samples of another
-    shape or type, and GraphError for a preparation that does not treat each sample by itself.
+    memory_limit: bytes that the process may hold; None: the available memory. Raises BadArgument for raw samples of
+    another shape or type, and GraphError for a preparation that mixes samples of a batch.
     """
     if task.prepared is not None:
         return task
@@ -211,7 +211,7 @@ def _prepared(batches: Batches, preparer: Preparer, room: int, name: str) -> Bat
 
 
 def fitting(raw: Array, preparer: Preparer) -> Array:
-    """Return raw samples in the preparation's type, where that changes no value. Raises BadArgument for others."""
+    """Return raw samples in the preparation's type. Raises BadArgument if that changes a value."""
     if tuple(raw.shape[1:]) != preparer.shape:
         raise BadArgument(
             f"raw samples have shape {tuple(raw.shape[1:])}, the federation's preparation takes {preparer.shape}; give "
@@ -231,7 +231,7 @@ def fitting(raw: Array, preparer: Preparer) -> Array:
 
 
 def _check_alone(batches: Batches, preparer: Preparer) -> None:
-    """Raise GraphError unless samples give the same inputs alone as in a batch."""
+    """Raise GraphError unless samples have the same prepared inputs singly and in a batch."""
     if preparer.at_once == 1:
         return
     first = next(iter(batches), None)
@@ -239,8 +239,8 @@ def _check_alone(batches: Batches, preparer: Preparer) -> None:
         return
     raw = fitting(as_arrays(first)[0][:TRIED], preparer)
     together = preparer(raw)
-    alone = np.concatenate([preparer(raw[place : place + 1]) for place in range(len(raw))])
-    if not np.allclose(together, alone, rtol=1e-4, atol=1e-5, equal_nan=True):
+    singly = np.concatenate([preparer(raw[place : place + 1]) for place in range(len(raw))])
+    if not np.allclose(together, singly, rtol=1e-4, atol=1e-5, equal_nan=True):
         raise GraphError(
             "the preparation's graph is refused: a sample's inputs depend on the other samples of its batch; publish "
             "one that treats each sample by itself"
@@ -248,7 +248,7 @@ def _check_alone(batches: Batches, preparer: Preparer) -> None:
 
 
 def entry_name(description: Preparation, place: int) -> str:
-    """Return what a statistic is of: a column by name, a feature of a row, or a channel."""
+    """Return the name of a statistic's column, feature or channel."""
     if description.columns:
         return description.columns[place].name
     if description.channels:
@@ -257,27 +257,31 @@ def entry_name(description: Preparation, place: int) -> str:
 
 
 def differences(found: Statistics, description: Preparation) -> list[tuple[str, str]]:
-    """Return (for this device's user, for its operator) of each column or channel whose data differ wildly from the
-    publisher's: other units are the usual cause. The operator's text has no statistic of the device's data."""
-    told = []
+    """Return (text for the user, text for the operator) of each column or channel that differs strongly.
+
+    Other units than the publisher's are the usual cause. The operator's text contains no statistic of the device's
+    data.
+    """
+    remarks = []
     for place, (mean, deviation) in enumerate(zip(description.mean, description.deviation, strict=True)):
         if description.columns and description.columns[place].categories:
             continue
         name = entry_name(description, place)
-        here, there = float(found.deviation[place]), float(deviation)
+        here = float(found.deviation[place])
+        there = float(deviation)
         ratio = max(here / there, there / here)
         if ratio >= SPREAD_RATIO and not found.flat[place]:
-            told.append(
+            remarks.append(
                 (
                     f"{name}: standard deviation here {here:.3g}, in the federation {there:.3g}; units?",
                     f"{name}: the standard deviation differs by a factor of 5 or more; units?",
                 )
             )
         elif abs(float(found.mean[place]) - mean) >= SPREAD_RATIO * max(here, there):
-            told.append(
+            remarks.append(
                 (
                     f"{name}: mean here {found.mean[place]:.3g}, in the federation {mean:.3g}; units?",
                     f"{name}: the mean differs by 5 standard deviations or more; units?",
                 )
             )
-    return told[:MOST_NAMED]
+    return remarks[:MOST_NAMED]

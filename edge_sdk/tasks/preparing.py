@@ -1,9 +1,9 @@
 """Preparations of a user's own files, as ONNX graphs: scale, standardise, one-hot, and the order of axes.
 
-Each graph maps raw samples [N, *raw] to the inputs of a model [N, *shape], float32. Constants come from the publisher's
-training samples; with ``own`` they are each device's, and the graph has place for them. Zero variance: a column or
-channel whose standard deviation is at most ``FLAT`` times the size of its mean is only centred. A missing number (NaN)
-becomes the mean, which is 0 after standardising; an unknown category (-1) becomes zeros.
+Each graph maps raw samples [N, *raw] to inputs of a model [N, *shape], float32. Constants come from the publisher's
+training samples; with ``own`` each device inserts its own. A column or channel whose standard deviation is at most
+``FLAT`` times its mean is only centred. A missing number (NaN) becomes the mean, which is 0 after standardising; an
+unknown category (-1) becomes zeros.
 """
 
 from __future__ import annotations
@@ -21,20 +21,24 @@ from sparrow.protocol.preparation import OWN_DEVIATION, OWN_MEAN, Column, Prepar
 if TYPE_CHECKING:
     from sparrow.graphs.building import Building
 
-OPSET, IR_VERSION = 21, 10
-"""Those of skeletons, so that both make one model."""
+# As in skeletons, so that both form one model.
+OPSET = 21
+IR_VERSION = 10
 
+# Smallest ratio of standard deviation to mean that is not rounding: float32 has 24 bits.
 FLAT = 1e-6
-"""Smallest standard deviation, as a share of the mean, that is not rounding: float32 has 24 bits."""
 
 BYTE = 255.0
 
-MELS, FRAMES = 40, 100
-SHORTEST_HOP, LONGEST_HOP = 0.01, 0.02
+MELS = 40
+FRAMES = 100
+# Bounds of a hop in seconds; within them, a sound has about ``FRAMES`` hops.
+SHORTEST_HOP = 0.01
+LONGEST_HOP = 0.02
+# Hops of a frame.
 FRAME = 2.5
-"""Hops of a frame. Hops are as long as give about ``FRAMES`` of a sound, within these bounds, s."""
+# Smallest energy of a mel band before its logarithm.
 QUIETEST = 1e-5
-"""Least energy of a mel band, of which a logarithm is taken."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class BuiltPreparation:
 class Statistics:
     """Mean and standard deviation of each column or channel, float64 [entries]; 0 and 1 for categories.
 
-    flat [entries]: True where all values are the same; the deviation is 1 there.
+    flat [entries]: True if all values are the same; the deviation is 1 then.
     """
 
     mean: NDArray[np.float64]
@@ -58,9 +62,9 @@ class Statistics:
 
 
 def statistics_of(batches: Iterable[Array], channel: int, columns: Sequence[Column] = ()) -> Statistics:
-    """Return the statistics of raw samples along their axis ``channel``, without values that are missing (NaN).
+    """Return the statistics of raw samples along their axis ``channel``, without missing values (NaN).
 
-    batches: arrays [N, *raw]; read once. A deviation that is zero, or rounding alone, counts as 1.
+    batches: arrays [N, *raw], read once. A deviation of zero, or of rounding only, counts as 1.
     """
     count: Any = 0.0
     total: Any = 0.0
@@ -70,7 +74,7 @@ def statistics_of(batches: Iterable[Array], channel: int, columns: Sequence[Colu
         values = np.moveaxis(batch, channel + 1, -1).astype(np.float64).reshape(-1, batch.shape[channel + 1])
         known = ~np.isnan(values)
         if origin is None:
-            # Sums are of differences from the first batch's means, which keeps squares of large offsets exact enough.
+            # Differences from the first batch's means keep the squares of large offsets precise.
             with np.errstate(invalid="ignore", divide="ignore"):
                 origin = np.nan_to_num(np.where(known, values, 0).sum(0) / known.sum(0))
         shifted = np.where(known, values - origin, 0)
@@ -89,15 +93,15 @@ def statistics_of(batches: Iterable[Array], channel: int, columns: Sequence[Colu
 
 
 def own_constants(found: Statistics, columns: Sequence[Column]) -> dict[str, NDArray[np.float32]]:
-    """Return a device's statistics by the names of the initialisers; of a table its numbers alone."""
+    """Return a device's statistics by the names of the initialisers; of a table only its numeric columns."""
     kept = [place for place in range(len(found.mean)) if not (columns and columns[place].categories)]
     return {OWN_MEAN: found.mean[kept].astype(np.float32), OWN_DEVIATION: found.deviation[kept].astype(np.float32)}
 
 
 def prepare_rows(columns: Sequence[Column], found: Statistics, *, own: bool = False) -> BuiltPreparation:
-    """Return the preparation of a table: numbers standardised, then one output for each category, in this order.
+    """Return the preparation of a table: standardised numbers, then one output per category, in this order.
 
-    found: statistics of the publisher's rows, an entry for each column.
+    found: statistics of the publisher's rows, one entry per column.
     """
     numbers = [place for place, column in enumerate(columns) if not column.categories]
     graph = _new_graph()
@@ -124,14 +128,16 @@ def prepare_rows(columns: Sequence[Column], found: Statistics, *, own: bool = Fa
 def prepare_array(
     dtype: str, shape: tuple[int, ...], axes: str, found: Statistics | None, *, own: bool = False
 ) -> BuiltPreparation:
-    """Return the preparation of arrays whose sample axes are ``axes``: channels first, then scaled or standardised.
+    """Return the preparation of arrays with sample axes ``axes``: channels first, then scaled or standardised.
 
     axes: "" or F for rows, HW, CHW, HWC, CT or TC. found: statistics by channel (by column of rows) to standardise
     with; None divides by 255.
     """
     graph = _new_graph()
     order = sorted(range(len(axes)), key=lambda place: "CHWT".find(axes[place]) if axes not in ("", "F") else place)
-    value, made, steps = "input", tuple(shape), list[str]()
+    value = "input"
+    made = tuple(shape)
+    steps: list[str] = []
     if dtype != "float32":
         value = graph.add("Cast", value, to=1)
     if order != list(range(len(axes))):
@@ -159,10 +165,10 @@ def prepare_array(
 
 @dataclass(frozen=True)
 class Hearing:
-    """How sounds become log-mel pictures.
+    """Frames of sounds for log-mel energies.
 
-    rate: samples per second. clip: samples of a sound that count; a shorter one is followed by silence. frame, hop:
-    samples of a frame, and between the beginnings of two.
+    rate: samples per second. clip: samples of a sound that are used; shorter sounds are padded with silence. frame:
+    samples of a frame. hop: samples between the starts of two frames.
     """
 
     rate: int
@@ -184,7 +190,7 @@ class Hearing:
 
     @property
     def bins(self) -> int:
-        """Samples that a Fourier transform takes: the next power of two."""
+        """Samples of a Fourier transform: the next power of two."""
         return 1 << (self.frame - 1).bit_length()
 
 
@@ -206,11 +212,12 @@ def prepare_sounds(
 ) -> BuiltPreparation:
     """Return the preparation of mono sounds [N, T] of up to ``longest`` samples: log-mel energies [1, MELS, frames].
 
-    found: statistics by mel band of what the graph makes without them; None leaves it unscaled. step: seconds between
-    two windows of a recording, all of ``longest`` samples; None for whole sounds, whose lengths differ.
+    found: statistics by mel band; None leaves the energies unscaled. step: seconds between two windows of a recording,
+    all of ``longest`` samples; None for whole sounds of various lengths.
     """
     graph = _new_graph()
-    clip, bins = hearing.clip, hearing.bins
+    clip = hearing.clip
+    bins = hearing.bins
     padded = graph.add("Pad", "input", graph.whole(0, 0, 0, clip))
     cut = graph.slice(padded, 1, 0, clip)
     column = graph.add("Unsqueeze", cut, graph.whole(2))
@@ -252,13 +259,13 @@ def prepare_sounds(
 def prepare_pictures(size: tuple[int, int], shape: tuple[int, ...], free: tuple[int, ...]) -> BuiltPreparation:
     """Return the preparation of pictures [N, H, W, 3] of bytes: resized to ``size``, channels first, in [0, 1].
 
-    shape, free: of the raw pictures, as ``Preparation`` has them.
+    shape, free: of the raw pictures, as in ``Preparation``.
     """
     graph = _new_graph()
     value = "input"
     steps = []
     if free or shape[:2] != size:
-        # As bytes: a picture of 4096 x 4096 takes 50 MB so, and 250 MB as floats. Rounding is half a level at most.
+        # Resized as bytes: a picture of 4096 x 4096 takes 50 MB, as floats 250 MB. Rounding is at most half a level.
         sizes = graph.whole(*size)
         value = graph.add("Resize", value, "", "", sizes, mode="linear", antialias=1, axes=[1, 2])
         steps.append(f"resize to {size[0]} x {size[1]}")
@@ -297,7 +304,7 @@ def _describe(
 def _standardised(
     graph: Building, value: str, found: Statistics, kept: Iterable[int], shape: tuple[int, ...], *, own: bool
 ) -> str:
-    """Add (x - mean) / deviation, missing values being 0 behind it."""
+    """Add (x - mean) / deviation, with 0 for missing values."""
     places = list(kept)
     mean, deviation = (each[places].astype(np.float32).reshape(shape) for each in (found.mean, found.deviation))
     names = (
@@ -311,13 +318,14 @@ def _standardised(
 
 
 def _new_graph() -> Building:
-    from sparrow.graphs.building import Building  # here, because onnx is imported with it
+    # Imported here, because it imports onnx.
+    from sparrow.graphs.building import Building
 
     return Building("")
 
 
 def _open(graph: Building, name: str, shape: tuple[int, ...]) -> str:
-    """Add an initialiser that has type and shape, but no data."""
+    """Add an initialiser with type and shape, but without data."""
     import onnx
 
     graph.initializers.append(onnx.TensorProto(name=name, data_type=onnx.TensorProto.FLOAT, dims=shape))

@@ -1,4 +1,4 @@
-"""Public data sets that a federation's devices share out among themselves: images, human activities, and a text.
+"""Public data sets that devices share: images, human activities, and a text.
 
 ``data`` is like ``PATH,partition=dirichlet,alpha=0.1,index=3,of=100`` (see ``dealing``); PATH is a file or folder in a
 format of ``formats``. Nothing is downloaded.
@@ -64,11 +64,10 @@ HAR = SampleFormat(
 
 @dataclass(frozen=True)
 class Choice:
-    """A network and its inputs: samples of ``shape``, of which each channel is scaled to (x - mean) / deviation.
+    """A network and the scaling (x - mean) / deviation of its inputs of ``shape``.
 
-    ``mean`` and ``deviation`` have one entry per channel, in the units of the stored samples (grey levels 0..255, or
-    the sensor's own). ``parameters`` counts the trainable values, biases and norms included. network: the function of
-    ``models`` that makes it.
+    mean, deviation: one entry per channel, in the units of the stored samples (grey levels 0..255, or the sensor's).
+    parameters: number of trainable values. network: its function in ``models``.
     """
 
     network: str
@@ -78,7 +77,7 @@ class Choice:
     parameters: int
 
     def build(self) -> nn.Module:
-        """Make the network, which needs PyTorch."""
+        """Return the network, which needs PyTorch."""
         from . import models
 
         made: nn.Module = getattr(models, self.network)()
@@ -86,7 +85,7 @@ class Choice:
 
 
 def _grey_levels(*shares: float) -> tuple[float, ...]:
-    """Shares of full brightness, as papers give them, in grey levels."""
+    """Return shares of full brightness, as given by papers, in grey levels."""
     return tuple(255 * share for share in shares)
 
 
@@ -141,14 +140,14 @@ MODELS: dict[str, dict[str, Choice]] = {
         "leaf": Choice("shakespeare_leaf", *_TEXT, parameters=815_945),
     },
 }
-"""Task -> name of the model -> the model; the first is the default, so that ``mnist`` means ``mnist:small``."""
+"""Task -> name of the model -> model; the first one is the default."""
 
+# Tasks whose models are published by devices, because their training steps are too large to ship with coordinators.
 BY_DEVICES = ("pacs", "shakespeare")
-"""Tasks whose models a device publishes, because their training steps are too large to come with every coordinator."""
 
 
 def full_name(task: str, model: str) -> str:
-    """Return the full name of a task: the default model is left out, as in ``mnist`` and ``mnist:leaf``."""
+    """Return the full name of a task; the default model is left out, as in ``mnist`` and ``mnist:leaf``."""
     return task if model == next(iter(MODELS[task])) else f"{task}:{model}"
 
 
@@ -162,16 +161,15 @@ def load(
     model: str | None = None,
     partition: str = "dirichlet",
 ) -> Task:
-    """Return the task of one of these sets: a ``TaskLoader`` behind its first argument.
+    """Return the task of one of these sets: a ``TaskLoader`` after its first argument.
 
-    partition: how samples are dealt if ``data`` does not say it. Raises DataError, and UnknownTask for a ``model`` that
-    is not there.
+    partition: the default. Raises DataError, and UnknownTask for an unknown ``model``.
     """
     choices = MODELS[wanted.task]
     model = next(iter(choices)) if model is None else model
     if model not in choices:
         raise UnknownTask(
-            f"the task {wanted.task} has no model {model!r}; there are "
+            f"the task {wanted.task} has no model {model!r}; choose from "
             f"{', '.join(full_name(wanted.task, name) for name in choices)}"
         )
     choice = choices[model]
@@ -179,7 +177,8 @@ def load(
         data, task=wanted.task, seed=seed, partition=partition, corruptible=wanted.pixels and len(wanted.shape) == 3
     )
     dataset = read_dataset(dealing.path, wanted)
-    parts, public = deal(dataset, dealing, device=device), public_samples(dataset, dealing)
+    parts = deal(dataset, dealing, device=device)
+    public = public_samples(dataset, dealing)
     scale = Scale(choice.mean, choice.deviation)
     train, validation, test = (
         Chosen(dataset.inputs, dataset.targets, index, scale) for index in (parts.train, parts.validation, parts.test)
@@ -210,11 +209,12 @@ load_shakespeare = partial(load, SHAKESPEARE, partition="person")
 
 
 def _corrupted(dataset: Dataset, dealing: Dealing, test: Index, *, device: str) -> Array:
-    """Return the test images as ``dealing`` wants them: uint8 [n, C, H, W]. Raises DataError."""
+    """Return the corrupted test images: uint8 [n, C, H, W]. Raises DataError."""
     name = str(dealing.corruption)
     own = np.moveaxis(cast(Images, dataset.inputs[test]), 1, 3)
     if name in PUBLISHED:
-        start, folder = dataset.published, Path(str(dealing.path)).expanduser()
+        start = dataset.published
+        folder = Path(str(dealing.path)).expanduser()
         images = read_published(folder, name, dealing.severity, dataset.targets[start:], shape=own.shape[1:])
         images = images[test - start]
     else:

@@ -1,13 +1,13 @@
-"""A text in speeches as samples for the next character: windows of what a role says, and the character that follows.
+"""A text in speeches as samples for the next character: windows of a role's speech, and the character after each.
 
     text [T]      characters as numbers, 0 to 255
     start [S + 1] speech i is text[start[i]:start[i + 1]]
-    people [S]    who speaks
-    place [S]     perhaps the order of the speeches, otherwise as they come
+    people [S]    the speaker
+    place [S]     optional order of the speeches
 
-As in LEAF (Caldas et al., arXiv:1812.01097) all that a role says is one text, and roles that say little are left out.
-Departures: LEAF has a window at every character, here there is one at every tenth, because neighbours hardly differ;
-and a role's text is cut into pieces of 500 characters first, so that a split between pieces shares no character.
+As in LEAF (Caldas et al., arXiv:1812.01097), a role's speeches form one text, and short roles are left out. Unlike in
+LEAF, a window starts at every tenth character instead of each, because neighbours hardly differ; and a role's text is
+cut into pieces of 500 characters, so that a split between pieces shares no character.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from ..reading.errors import DataError
 
 Samples = tuple[Array, Array, Array, Array]
 
+# Characters from one window to the next.
 STEP = 10
-"""Characters from one window to the next."""
 
+# Characters of a piece; windows do not cross pieces.
 PIECE = 500
-"""Characters of a piece, which no window leaves."""
 
+# Fewest characters of a role: four pieces, for training, validation and test.
 LEAST = 2_000
-"""Characters of a role; those that say less are left out. They are four pieces, for training, validation and test."""
 
 
 def windows(text: Array, start: Array, people: Array, place: Array | None, *, length: int) -> Samples:
-    """Return the windows of ``length`` characters of all roles that say enough: inputs [N, length] and targets [N] of
-    characters, the role of each [N], and its piece within the role [N]. Raises DataError.
+    """Return windows of ``length`` characters of all roles with enough text. Raises DataError.
+
+    Returns inputs [N, length], targets [N] of characters, the role [N], and the piece within the role [N].
     """
     if text.dtype != np.uint8 or text.ndim != 1:
-        raise DataError(f"text: is of {text.dtype} {text.shape}; give characters as uint8 [T]")
+        raise DataError(f"text is {text.dtype} {text.shape}; give characters as uint8 [T]")
     count = len(people)
     if len(start) != count + 1 or (np.diff(start) < 0).any() or start[0] < 0 or start[-1] > len(text):
-        raise DataError(f"start: must have {count + 1} numbers for {count} speeches, rising from 0 to {len(text)}")
+        raise DataError(f"start: give {count + 1} numbers for {count} speeches, rising from 0 to {len(text)}")
     if place is not None and len(place) != count:
         raise DataError(f"place: {len(place)} numbers for {count} speeches; give one each")
     order = np.arange(count) if place is None else np.argsort(place, kind="stable")
@@ -54,6 +55,7 @@ def windows(text: Array, start: Array, people: Array, place: Array | None, *, le
         whose = np.full(len(rows), role, people.dtype)
         found.append((rows[:, :-1], rows[:, -1], whose, np.repeat(np.arange(len(pieces)), len(first))))
     if not found:
-        raise DataError(f"text: nobody of {len(np.unique(people))} says {LEAST:,} characters; give longer texts")
+        raise DataError(f"text: none of {len(np.unique(people))} roles has {LEAST:,} characters; give longer texts")
+
     inputs, targets, roles, runs = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     return inputs, targets, roles, runs

@@ -77,14 +77,14 @@ def test_a_higher_severity_is_further_away(name):
 
 
 def test_grey_images_have_no_saturation():
-    with pytest.raises(DataError, match="saturate is for images in colour, these are grey"):
+    with pytest.raises(DataError, match="saturate needs images in colour, these are grey"):
         corrupted(GREYS, "saturate", 1)
 
 
 @pytest.mark.parametrize("name", ["jpg", "Contrast", "../labels"])
 def test_an_unknown_kind_is_told_with_those_there_are(name):
     with pytest.raises(
-        DataError, match=r"no corruption .*; computed are gaussian_noise, .* with test=published glass_blur"
+        DataError, match=r"unknown corruption .*; choose from gaussian_noise, .* with test=published glass_blur"
     ):
         corrupted(PHOTOS, name, 1)
 
@@ -96,7 +96,7 @@ def test_there_are_five_severities(severity):
 
 
 def test_what_is_no_image_of_bytes_is_refused():
-    with pytest.raises(DataError, match=r"for images of bytes, .* these samples are float32 of shape \(8, 8, 1\)"):
+    with pytest.raises(DataError, match=r"needs images of bytes, .* these samples are float32 of shape \(8, 8, 1\)"):
         corrupt(np.zeros((2, 8, 8, 1), np.float32), "contrast", 1, seed=0, device=0)
     with pytest.raises(DataError, match="grey or in colour"):
         corrupt(np.zeros((2, 8, 8, 4), np.uint8), "contrast", 1, seed=0, device=0)
@@ -336,13 +336,14 @@ def test_published_arrays_are_read_for_the_devices_slice_of_the_published_test_i
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_arrays_go_with_the_published_test_images_alone(folder, name):
     with pytest.raises(
-        DataError, match=f"corruption={name} is not computed, .* add test=published, or choose one of ga"
+        DataError,
+        match=f"corruption={name} exists only for the published test images; add test=published, or choose one of ga",
     ):
         load(folder, f"corruption={name},severity=1")
 
 
 def test_published_arrays_that_are_missing_or_others_are_explained(folder):
-    with pytest.raises(DataError, match=r"snow\.npy: is not there; put CIFAR-10-C \(zenodo.* beside the data"):
+    with pytest.raises(DataError, match=r"snow\.npy: is missing; put CIFAR-10-C \(zenodo.* beside the data"):
         load(folder, "test=published,corruption=snow,severity=1")
     place = folder / "CIFAR-10-C"
     np.save(place / "snow.npy", np.zeros((40, 32, 32, 3), np.uint8))
@@ -357,13 +358,13 @@ def test_published_arrays_that_are_missing_or_others_are_explained(folder):
     with pytest.raises(DataError, match=r"labels are not those .* give the data in their published order"):
         load(folder, "test=published,corruption=fog,severity=1")
     (place / "labels.npy").unlink()
-    with pytest.raises(DataError, match=r"labels\.npy: is not there"):
+    with pytest.raises(DataError, match=r"labels\.npy: is missing"):
         read_published(folder, "fog", 1, np.arange(10), shape=(32, 32, 3))
 
 
 @pytest.mark.parametrize(("task", "data"), [("digits", ""), ("har", "anywhere,")])
 def test_tasks_without_images_of_bytes_refuse(task, data):
-    with pytest.raises(DataError, match=f"corruption=contrast is for images of bytes, which {task} has not"):
+    with pytest.raises(DataError, match=f"corruption=contrast needs images of bytes, which {task} does not have"):
         load_task(task, f"{data}index=0,corruption=contrast,severity=1", device="x", seed=0, batch_size=9)
 
 

@@ -141,7 +141,7 @@ def test_recordings_are_of_their_person(folder):
     np.savez(folder / "alone.npz", x=WINDOWS, y=np.arange(15) % 5, run=run)
     assert read_dataset(str(folder / "alone.npz"), HAR).runs.tolist() == run.tolist()
     np.savez(folder / "part.npz", x=WINDOWS, y=np.arange(15) % 5, run=run[:3])
-    refused(folder / "part.npz", HAR, "run must be a whole number for each sample")
+    refused(folder / "part.npz", HAR, "run must be an integer for each sample")
 
 
 def test_writers_may_lie_in_a_file_beside_the_samples(folder):
@@ -153,7 +153,7 @@ def test_writers_may_lie_in_a_file_beside_the_samples(folder):
     assert dataset.people.tolist() == [*[0, 1] * 10, *[2] * 4]
     np.savez(folder / "mnist_writers.npz", **writers, y_train=LABELS[:20][::-1])
     os.utime(folder, ns=(1, 1))
-    refused(folder, MNIST, "mnist_writers.npz: its y_train is not that of mnist.npz")
+    refused(folder, MNIST, "mnist_writers.npz: its y_train differs from that of mnist.npz")
 
 
 def speeches(**changed):
@@ -180,10 +180,10 @@ def test_a_text_becomes_windows_and_the_next_character_by_role(folder):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"text": np.zeros(6000)}, "text: is of float64"),
-        ({"start": [0, 1000]}, "start: must have 6 numbers for 5 speeches"),
+        ({"text": np.zeros(6000)}, "text is float64"),
+        ({"start": [0, 1000]}, "start: give 6 numbers for 5 speeches"),
         ({"place": [1]}, "place: 1 numbers for 5 speeches"),
-        ({"start": [0, 10, 20, 30, 40, 50]}, "nobody of 3 says 2,000 characters"),
+        ({"start": [0, 10, 20, 30, 40, 50]}, "none of 3 roles has 2,000 characters"),
     ],
 )
 def test_texts_that_cannot_be_used_are_explained(folder, changed, message):
@@ -193,26 +193,26 @@ def test_texts_that_cannot_be_used_are_explained(folder, changed, message):
 
 def test_a_text_needs_roles(folder):
     np.savez(folder / "shakespeare.npz", **{name: each for name, each in speeches().items() if name != "role"})
-    refused(folder, SHAKESPEARE, "no entry says who speaks")
+    refused(folder, SHAKESPEARE, "no entry names the speakers")
 
 
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"a": LABELS}, "holds a, but no x_train; add it, or give a folder or file with mnist.npz"),
-        ({"x_train": DIGITS}, "holds x_train, but no y_train"),
+        ({"a": LABELS}, "contains a, but no x_train; add it, or give a folder or file with mnist.npz"),
+        ({"x_train": DIGITS}, "contains x_train, but no y_train"),
         ({"x_train": DIGITS, "y_train": LABELS[:5]}, "24 samples have 5 labels"),
         ({"x_train": DIGITS[:0], "y_train": LABELS[:0]}, "at least one"),
         ({"x_train": DIGITS[:, :20], "y_train": LABELS}, r"samples have shape \(20, 28\), mnist wants \(1, 28, 28\)"),
-        ({"x_train": DIGITS / 255, "y_train": LABELS}, "whole grey levels from 0 to 255; multiply"),
-        ({"x_train": DIGITS.astype(int) - 9, "y_train": LABELS}, "whole grey levels"),
-        ({"x_train": DIGITS.astype(str), "y_train": LABELS}, "holds values of <U"),
+        ({"x_train": DIGITS / 255, "y_train": LABELS}, "integer grey levels from 0 to 255; multiply"),
+        ({"x_train": DIGITS.astype(int) - 9, "y_train": LABELS}, "integer grey levels"),
+        ({"x_train": DIGITS.astype(str), "y_train": LABELS}, "contains values of <U"),
         ({"x_train": DIGITS, "y_train": LABELS - 1}, "has label -1 in 3 of 24 samples"),
-        ({"x_train": DIGITS, "y_train": LABELS / 2}, "no whole number"),
+        ({"x_train": DIGITS, "y_train": LABELS / 2}, "not an integer"),
         ({"x_train": DIGITS, "y_train": np.full(24, np.nan)}, "a label is missing"),
         ({"x_train": np.array([{}] * 3), "y_train": LABELS[:3]}, "pickled objects"),
         ({"x_train": DIGITS, "y_train": LABELS, "x_test": DIGITS}, "no y_test"),
-        ({"x_train": DIGITS, "y_train": LABELS, "subject_train": LABELS[:3]}, "give one each, or none"),
+        ({"x_train": DIGITS, "y_train": LABELS, "subject_train": LABELS[:3]}, "give one for each, or for none"),
     ],
 )
 def test_npz_files_that_cannot_be_used_are_explained(folder, arrays, message):
@@ -303,7 +303,9 @@ def test_a_cache_that_cannot_be_written_is_explained(folder, tmp_path, monkeypat
     save_jpegs(folder / "cifar10.npz")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    refused(folder, CIFAR10, "0 MB of decoded images cannot be kept there .*; set XDG_CACHE_HOME to a folder with room")
+    refused(
+        folder, CIFAR10, "0 MB of decoded images cannot be stored there .*; set XDG_CACHE_HOME to a folder with room"
+    )
 
 
 def save_images(root, images, labels):
@@ -325,7 +327,7 @@ def test_classes_may_have_names_if_all_are_there(folder):
     dataset = read_dataset(str(folder), MNIST)
     assert dataset.targets.tolist() == sorted((LABELS - 1) % 10)
     save_images(folder / "few", DIGITS[:4], names[:4])
-    refused(folder / "few", MNIST, "has 4 folders of images, mnist has 10 classes; add the others or name")
+    refused(folder / "few", MNIST, "has 4 folders of images, mnist has 10 classes; add the missing ones or name")
 
 
 def test_images_of_another_size_are_refused(folder):
@@ -347,7 +349,7 @@ def test_idx_as_mnist_is_published(folder):
     save_idx(folder / "train-labels-idx1-ubyte", LABELS[:20])
     check(read_dataset(str(folder), MNIST), DIGITS[:20], LABELS[:20], published=20)
     save_idx(folder / "t10k-images.idx3-ubyte", DIGITS[20:])
-    refused(folder, MNIST, "no t10k-labels-idx1-ubyte or .* beside t10k-images.idx3-ubyte")
+    refused(folder, MNIST, "t10k-labels-idx1-ubyte or .* is missing beside t10k-images.idx3-ubyte")
     save_idx(folder / "t10k-labels.idx1-ubyte.gz", LABELS[20:])
     check(read_dataset(str(folder), MNIST), published=20)
     check(read_dataset(str(folder / "train-images-idx3-ubyte.gz"), MNIST), published=20)
@@ -363,7 +365,7 @@ def test_broken_idx_files_are_explained(folder):
     for content, message in (
         (b"\0\0\x0d\x03" + bytes(12), "begins with 00000d03, so it is not an IDX"),
         (b"\0\0\x08\x03\0\0", "ends within its header"),
-        (b"\0\0\x08\x03" + struct.pack(">3I", 24, 28, 28) + bytes(100), "holds 100 values, its header says"),
+        (b"\0\0\x08\x03" + struct.pack(">3I", 24, 28, 28) + bytes(100), "contains 100 values, its header says"),
         (b"\0\0\x08\x03" + struct.pack(">3I", *[2**32 - 1] * 3), "holds 0 values"),
     ):
         images.write_bytes(content)
@@ -379,7 +381,7 @@ def test_cifar_as_it_is_published_in_binary(folder):
     names = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
     for number, name in enumerate(names):
         if number == 5:
-            refused(folder, CIFAR10, "no test_batch.bin beside data_batch_1.bin")
+            refused(folder, CIFAR10, "test_batch.bin is missing beside data_batch_1.bin")
         (folder / name).write_bytes(rows[4 * number : 4 * number + 4].tobytes())
     check(read_dataset(str(folder), CIFAR10), PHOTOS, published=20)
     (folder / names[0]).write_bytes(b"123")
@@ -413,7 +415,7 @@ def test_a_table_with_people_and_names_of_classes(folder):
     assert dataset.targets.tolist() == np.searchsorted(np.sort(names), names[labels]).tolist()
     assert dataset.people.tolist() == [1, 0, 2] * 5
     table(WINDOWS.astype(np.float32)[:2], names[:2]).to_parquet(folder / "few.parquet")
-    refused(folder / "few.parquet", HAR, "has 2 names of classes, har has 5; number them from 0")
+    refused(folder / "few.parquet", HAR, "has 2 class names, har has 5; number them from 0")
 
 
 def test_tables_that_cannot_be_used_are_explained(folder):
@@ -431,10 +433,10 @@ def test_tables_that_cannot_be_used_are_explained(folder):
 
 
 def test_what_is_missing_is_named_with_where_to_find_it(folder):
-    with pytest.raises(DataError, match=r"mnist needs to know where its data are: add --data PATH; give .*yann\.lecun"):
+    with pytest.raises(DataError, match=r"mnist needs data: add --data PATH; give .*yann\.lecun"):
         read_dataset(None, MNIST)
     refused(folder / "none", CIFAR10, r"none: No such file or directory; give a folder or file with cifar10\.npz, IDX")
-    refused(folder, HAR, r"the folder holds nothing, no samples of har; .* Matey-Sanz")
+    refused(folder, HAR, r"the folder contains no files, but no samples of har; .* Matey-Sanz")
     (folder / "notes.txt").write_text("hello")
-    refused(folder, MNIST, r"the folder holds .*notes\.txt, no samples of mnist")
-    refused(folder / "notes.txt", MNIST, "a file of an unknown format")
+    refused(folder, MNIST, r"the folder contains .*notes\.txt, but no samples of mnist")
+    refused(folder / "notes.txt", MNIST, "unknown file format")

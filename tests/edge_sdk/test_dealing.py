@@ -45,26 +45,29 @@ def test_every_entry_is_read():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("here,there", "'there' is not understood; mnist takes PATH, index, of"),
-        ("of=5,here", "'here' is not understood"),
+        ("here,there", "unknown entry 'there'; mnist takes PATH, index, of"),
+        ("of=5,here", "unknown entry 'here'"),
         (
             "here,indx=2",
-            r"'indx=2' is not understood \(did you mean index\?\); .* partition=dirichlet takes alpha, minimum",
+            r"unknown entry 'indx=2' \(did you mean index\?\); .* partition=dirichlet takes alpha, minimum",
         ),
         ("partition=iid,alpha=1", "partition=iid takes no options"),
-        ("partition=banana", "no partition 'banana'; there are classes, dirichlet, grouped, iid, person, quantity, sh"),
-        ("partition=shards,shards=1.5", "shards must be a whole number"),
+        (
+            "partition=banana",
+            "unknown partition 'banana'; choose from classes, dirichlet, grouped, iid, person, quantity, sh",
+        ),
+        ("partition=shards,shards=1.5", "shards must be an integer"),
         ("alpha=inf", "alpha must be a number"),
         ("of=5,of=6", "of is given twice"),
-        ("of=0", "of=0; the samples are dealt to at least 1"),
+        ("of=0", "of=0; give at least 1 device"),
         ("part=test", "part=test; choose train or all"),
-        ("shift=2", "shift=2; it is a share between 0 and 1"),
+        ("shift=2", "shift=2; give a share from 0 to 1"),
         ("test=all", "test=all; choose own or published"),
-        ("test=published,part=all", "part=all deals the published test part .* leave one of them out"),
-        ("test=published,shift=0.5", "shift=0.5 draws from the devices' own test samples, .* leave one of them out"),
-        ("severity=3", "corruption and severity belong together, as in corruption=contrast,severity=3"),
-        ("corruption=contrast,severity=1", "corruption=contrast is for images of bytes, which mnist has not"),
-        ("test=published,held_out=0.2", "no sample of the device's own is held out; leave held_out out"),
+        ("test=published,part=all", "part=all trains on the published test part .* leave one of them out"),
+        ("test=published,shift=0.5", "shift=0.5 replaces the devices' own test samples, .* leave one of them out"),
+        ("severity=3", "give corruption and severity together, as in corruption=contrast,severity=3"),
+        ("corruption=contrast,severity=1", "corruption=contrast needs images of bytes, which mnist does not have"),
+        ("test=published,held_out=0.2", "no own samples are held out; leave held_out out"),
     ],
 )
 def test_misspelt_data_is_explained(data, message):
@@ -75,11 +78,14 @@ def test_misspelt_data_is_explained(data, message):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("corruption=contrast", "corruption and severity belong together"),
+        ("corruption=contrast", "give corruption and severity together"),
         ("corruption=contrast,severity=6", "severity=6; choose 1 to 5"),
-        ("corruption=contrast,severity=1.5", "severity must be a whole number"),
-        ("corruption=blur,severity=1", "there is no corruption 'blur'; computed are gaussian_noise, "),
-        ("corruption=fog,severity=1", "corruption=fog is not computed, .* add test=published, or choose"),
+        ("corruption=contrast,severity=1.5", "severity must be an integer"),
+        ("corruption=blur,severity=1", "unknown corruption 'blur'; choose from gaussian_noise, "),
+        (
+            "corruption=fog,severity=1",
+            "corruption=fog exists only for the published test images; add test=published, or choose",
+        ),
         ("corruption=contrast,severity=1,shift=0.5", "shift=0.5 replaces them; leave one of them out"),
     ],
 )
@@ -95,7 +101,7 @@ def test_the_place_follows_from_index_number_or_name():
     hashed = read("").place("pi-7", 7)
     assert hashed == read("").place("pi-7", 7)
     assert {read("").place(f"pi{number}", 10) for number in range(200)} == set(range(10))
-    with pytest.raises(DataError, match="index=7 of 7 parts; parts are counted from 0 to 6"):
+    with pytest.raises(DataError, match="index=7 of 7 parts; choose 0 to 6"):
         read("index=7").place("pi", 7)
 
 
@@ -148,7 +154,7 @@ def test_devices_weighted_by_published_test_samples_have_the_accuracy_on_the_who
 @pytest.mark.parametrize(
     ("count", "published", "data", "message"),
     [
-        (600, 600, "of=3", "the data have no published test part; give one, or leave it out"),
+        (600, 600, "of=3", "the data have no published test part; add one, or leave it out"),
         (600, 595, "of=6", "5 published test samples are too few for 6 devices; use fewer devices"),
         (600, 500, "of=3,validation=1", "validation=1; it must lie between 0 and 1"),
         (1100, 500, "of=500,partition=iid", "1 samples cannot be split into training and validation"),
@@ -165,7 +171,7 @@ def test_people_are_devices_and_of_may_be_left_out():
     assert set(everything(parts)) == set(range(200))
     with pytest.raises(DataError, match="5 devices for 3 people"):
         deal(data, read("partition=person,of=5"), device="phone-1")
-    with pytest.raises(DataError, match="does not say who"):
+    with pytest.raises(DataError, match="does not name who"):
         deal(dataset(), read("partition=person"), device="phone-1")
 
 
@@ -214,8 +220,8 @@ def test_devices_may_be_tested_on_their_own_samples_without_who_is_left_out():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (dataset(), "leave_out=skech, but the data do not say who made a sample"),
-        (domains(), r"leave_out=skech \(did you mean sketch\?\); the data are of photo, art, sketch; choose one"),
+        (dataset(), "leave_out=skech, but the data do not name who made a sample"),
+        (domains(), r"leave_out=skech \(did you mean sketch\?\); choose from photo, art, sketch"),
     ],
 )
 def test_nobody_who_is_not_there_can_be_left_out(data, message):
@@ -281,8 +287,12 @@ def test_a_shift_draws_from_everybodys_test_samples_of_the_source_that_is_tested
 @pytest.mark.parametrize(
     ("sources", "data", "message"),
     [
-        (None, "test_on=watch", "test_on=watch, but the data do not say what a sample was recorded with; leave it out"),
-        ("phone", "train_on=ring", "train_on=ring, but the data are of phone; choose one of them"),
+        (
+            None,
+            "test_on=watch",
+            "test_on=watch, but the data do not name the recording device of a sample; leave it out",
+        ),
+        ("phone", "train_on=ring", "train_on=ring; choose from phone"),
         ("one", "test_on=watch", "test_on=watch, but this device has no test sample of a watch; leave it out"),
         ("one", "train_on=watch", "train_on=watch, but this device has no training sample of a watch"),
     ],
@@ -334,7 +344,7 @@ def test_a_package_brings_its_own_partition(tmp_path, monkeypatch):
         assert dealing.options == (("share", 0.25), ("turn", 1))
         assert set(everything(deal(dataset(), dealing, device="x"))) == set(range(300, 600))
         assert find_partition("halves").__name__ == "halves"
-        with pytest.raises(DataError, match="turn must be a whole number"):
+        with pytest.raises(DataError, match="turn must be an integer"):
             read("partition=halves,turn=half")
     finally:
         sys.modules.pop("sparrow_halves", None)

@@ -93,7 +93,7 @@ def test_a_device_that_brings_its_data_alone_measures_what_was_published(client,
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
-        (("mse",), "there is no 'mse'; there are top1, mae"),
+        (("mse",), "unknown metric 'mse'; choose from top1, mae"),
         ("mae", "give up to 8"),
         ({str(number): shifted for number in range(9)}, "give up to 8"),
     ],

@@ -200,7 +200,7 @@ def test_what_a_partition_cannot_do_is_explained(deal, options, message):
 
 
 def test_person_needs_people():
-    with pytest.raises(DataError, match="does not say who"):
+    with pytest.raises(DataError, match="does not name who"):
         person(LABELS, None, of=7, seed=0)
 
 
@@ -238,7 +238,7 @@ def test_a_shift_is_decided_by_seed_device_and_degree():
     for changed in ({"seed": 2}, {"device": 3}):
         assert not np.array_equal(drawn(), drawn(**changed))
     assert drawn(degree=0.4)[60:].tolist() != drawn()[40:80].tolist()
-    with pytest.raises(DataError, match="between 0 and 1"):
+    with pytest.raises(DataError, match="from 0 to 1"):
         drawn(degree=1.1)
 
 
@@ -261,7 +261,7 @@ def test_recordings_are_not_divided_and_the_test_set_has_at_least_its_share():
         assert len(parts.test) >= 30
         assert len(parts.validation) <= 0.15 * (100 - len(parts.test)) or len(set(runs[parts.validation])) == 1
     assert len(split(100, 0, None, 0.15, runs).test) == 0
-    with pytest.raises(DataError, match=r"2 unbroken recordings \(run\) cannot be split .* at least 3"):
+    with pytest.raises(DataError, match=r"2 unbroken recordings \(run\) cannot be split .* give 3 or more"):
         split(100, 0, runs=np.arange(100) // 50)
 
 
@@ -271,7 +271,7 @@ def test_split_is_decided_by_the_seed():
 
 
 def test_too_few_samples_to_split():
-    with pytest.raises(DataError, match=r"2 samples .* at least 3"):
+    with pytest.raises(DataError, match=r"2 samples .* give 3 or more"):
         split(2, seed=0)
     with pytest.raises(DataError, match="between 0 and 1"):
         split(10, seed=0, held_out=1.0)

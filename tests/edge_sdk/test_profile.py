@@ -218,7 +218,7 @@ def test_a_method_that_trains_the_whole_model_says_so(capsys):
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["--task", "mnits"], Exit.NOT_FOUND, "there is no task 'mnits' here (did you mean mnist?)"),
+        (["--task", "mnits"], Exit.NOT_FOUND, "unknown task 'mnits' (did you mean mnist?)"),
         (["--task", "mnist:large"], Exit.NOT_FOUND, "large"),
         (["--method", "fedsup"], Exit.NOT_FOUND, "fedsup"),
         (["--method", "fedem"], Exit.USAGE, "cannot be profiled before its federation exists"),

@@ -135,12 +135,12 @@ def test_a_name_may_carry_a_model(tmp_path):
     [
         (
             "imagenet",
-            "there is no task 'imagenet' here; there are cifar10, cifar100, digits, emnist, femnist, har, mnist, npz",
+            "unknown task 'imagenet'; choose from cifar10, cifar100, digits, emnist, femnist, har, mnist, npz",
         ),
-        ("imagenet:small", "there is no task 'imagenet' here"),
-        ("mnist:big", "no model 'big'; there are mnist, mnist:fedsgc, mnist:dmpfl, mnist:leaf"),
+        ("imagenet:small", "unknown task 'imagenet'"),
+        ("mnist:big", "no model 'big'; choose from mnist, mnist:fedsgc, mnist:dmpfl, mnist:leaf"),
         ("mnist:", "no model ''"),
-        ("digits:small", "there is no task 'digits:small': digits has one model only; call it digits"),
+        ("digits:small", "unknown task 'digits:small': digits has only one model; name it digits"),
     ],
 )
 def test_unknown_tasks_and_models_are_explained(name, message):

@@ -216,9 +216,9 @@ def test_so_is_a_port_that_there_is_not(fails, tmp_path, monkeypatch):
 def test_so_is_a_part_of_the_data_that_there_is_not(fails, guarded, calls, monkeypatch):
     monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", ENROLMENT)
     line = fails(Exit.USAGE, "join", *calls(guarded, "join"), "--data", "index=7,of=2")
-    assert "index=7 of 2 parts; parts are counted from 0 to 1" in line
+    assert "index=7 of 2 parts; choose 0 to 1" in line
     line = fails(Exit.USAGE, "join", *calls(guarded, "join"), "--data", "partition=dirichlett")
-    assert "there is no partition 'dirichlett' (did you mean dirichlet?)" in line
+    assert "unknown partition 'dirichlett' (did you mean dirichlet?)" in line
 
 
 def test_so_is_a_setting_that_the_coordinator_refuses(fails, guarded, calls, monkeypatch):

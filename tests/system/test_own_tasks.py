@@ -218,7 +218,7 @@ def test_devices_join_a_task_that_is_not_installed_with_their_data_alone(coordin
     chance = np.random.default_rng(0)
     x = chance.standard_normal((120, 6)).astype(np.float32)
     wrong = {
-        "nothing": (joins("nothing", None, None), "is not installed here, nor need be: give this device's samples"),
+        "nothing": (joins("nothing", None, None), "is not installed here, nor need it be: give this device's samples"),
         "shape": (
             joins("shape", x[:, :5], np.arange(120) % 2),
             r"samples have the shape \(5,\), the federation's model takes",

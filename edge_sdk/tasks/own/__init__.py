@@ -4,14 +4,14 @@
     all.csv,index=2,of=5               part 2 (from 0) of a file with the samples of all devices (see ``dealing``)
     all.csv,person=alice               the samples of one person in such a file
 
-Whoever publishes decides what all devices share: columns, names of classes, and the preparation, whose constants come
-from its training samples (of a file of all devices: from those of all). A device that joins reads its own file by the
-manifest: columns by name, classes by name. Samples without a split of their own are split into 0.595, 0.105 and 0.3 for
-training, validation and test; validation arrays without test arrays serve for both.
+The publisher defines columns, class names and the preparation, whose constants come from its training samples (in a
+file of all devices: from all training samples). A joining device matches columns and classes by name. Samples are split
+into 0.595 training, 0.105 validation and 0.3 test unless the file has a split; validation arrays without test arrays
+serve for both.
 
-Bytes of images are divided by 255. All other numbers are standardised. Labels that are floats make a regression, whose
-loss is the squared error in units of the variance of the publisher's targets. The model follows from the
-prepared shape and the number of outputs alone.
+Image bytes are divided by 255, other numbers standardised. Float labels make a regression, whose loss is the squared
+error in units of the variance of the publisher's targets. The model depends only on the prepared shape and the number
+of outputs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from .labels import PLAIN, Known, Labelled, Publishing, check_alike, check_as_ta
 from .making import build_preparation, describe, make_task
 from .whole import load_part
 
+# Training, validation and test.
 SETS = 3
-"""Training, validation and test."""
 
-HELD_OUT, VALIDATION = 0.3, 0.15
-"""Share of all recordings for tests, and of the others for validation."""
+# Share of all recordings for tests, and of the others for validation.
+HELD_OUT = 0.3
+VALIDATION = 0.15
 
 __all__ = ["Publishing", "classes_of", "load"]
 
@@ -53,8 +54,7 @@ def load(
 ) -> Task:
     """Return the task over raw samples of the file ``data``, or of this device's part of it.
 
-    manifest: the federation's, whose columns, classes and type of samples a device has; None to publish. Raises
-    DataError.
+    manifest: the federation's, whose columns, classes and sample types apply; None to publish. Raises DataError.
     """
     if not data:
         raise BadOption("this task needs samples: add --data FILE, a table or an npz file, or FILE,index=0,of=5")
@@ -84,7 +84,7 @@ def load(
 
 
 def _split_own(parts: Mapping[str, Raw], seed: int) -> dict[str, Raw]:
-    """Return a device's samples by use: given parts, and parts split off; no test part beside validation only."""
+    """Return a device's samples by use, splitting off missing parts; validation without test serves for both."""
     given = {"validation": parts.get("val"), "test": parts.get("test"), "public": parts.get("public")}
     uses = {use: each for use, each in given.items() if each is not None}
     every = parts.get("train", parts.get(""))
@@ -94,7 +94,7 @@ def _split_own(parts: Mapping[str, Raw], seed: int) -> dict[str, Raw]:
     found = _split_recordings(every, seed) if every.reader == "recordings" else None
     found = found or split(len(every.inputs), seed, runs=every.runs)
     if "test" in uses:
-        # The samples that the split would have held out are trained on.
+        # Samples that the split would have held out are trained on.
         found = replace(found, train=np.union1d(found.train, found.test))
         own = {"train": take(every, found.train), "validation": take(every, found.validation)}
     else:
@@ -103,14 +103,15 @@ def _split_own(parts: Mapping[str, Raw], seed: int) -> dict[str, Raw]:
 
 
 def _split_recordings(every: Raw, seed: int) -> Split | None:
-    """Return a split of recordings class by class, so that each part has every class that has three recordings.
+    """Return a split of recordings by class, so that each part has every class with at least three recordings.
 
-    Of n recordings of a class 0.3 n are for tests and 0.15 of the others for validation, rounded, but at least one
-    each. A class with fewer than three is trained on. None if each class has fewer, or labels are no classes.
+    Of n recordings of a class 0.3 n are for tests and 0.15 of the others for validation, at least one each. Smaller
+    classes are only trained on. None if all classes are smaller, or labels are not classes.
     """
     if every.runs is None or every.kind != "classes":
         return None
-    labels, chance = labels_of(every), np.random.default_rng(seed)
+    labels = labels_of(every)
+    chance = np.random.default_rng(seed)
     held: dict[str, list[NDArray[np.int64]]] = {"test": [], "validation": []}
     for label in np.unique(labels):
         runs = chance.permutation(np.unique(every.runs[labels == label]))
@@ -127,15 +128,15 @@ def _split_recordings(every: Raw, seed: int) -> Split | None:
 
 
 def _people(raw: Raw) -> list[str]:
-    """Return a remark on a file of several people that is taken as one device's."""
+    """Return a remark if a file of several people is used as one device's."""
     names = [] if raw.people is None else sorted(map(str, np.unique(raw.people)))
     if len(names) < 2:
         return []
-    return [f"it is of {len(names)} people, all taken as this device's; person=NAME takes one of {some(names)}"]
+    return [f"it has {len(names)} people, all used as this device's; person=NAME selects one of {some(names)}"]
 
 
 def _recordings(uses: Mapping[str, Raw]) -> list[str]:
-    """Return a remark on how many recordings the parts have."""
+    """Return a remark on the number of recordings in the parts."""
     names = {"train": "train", "validation": "check", "test": "test"}
     held = {name: uses[use].runs for use, name in names.items() if use in uses and uses[use].reader == "recordings"}
     counts = [f"{len(np.unique(runs))} {name}" for name, runs in held.items() if runs is not None]
@@ -143,9 +144,9 @@ def _recordings(uses: Mapping[str, Raw]) -> list[str]:
 
 
 def classes_of(files: Sequence[str]) -> tuple[str, ...]:
-    """Return the classes that occur in any of these files, or that they declare; empty for a regression.
+    """Return the classes that occur in these files or that they declare; () for a regression.
 
-    files: as ``--data`` has them. Raises DataError.
+    files: texts of ``--data``. Raises DataError.
     """
     found: list[str] = []
     for data in files:

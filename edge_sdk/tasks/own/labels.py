@@ -1,4 +1,4 @@
-"""Labels of a user's own files as targets: by the names that the federation has published, or that are published."""
+"""Labels of a user's own files as targets, by the published class names."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from sparrow.protocol.preparation import Preparation, Targets
 from ...reading import Raw, class_order
 from ...reading.errors import BadOption, DataError
 
+# Classes, columns and people that a message names.
 NAMED = 12
-"""Classes, columns and people that a message names."""
 
 
 @dataclass(frozen=True)
 class Publishing:
-    """The additions of a federation's publisher to its file.
+    """A publisher's options for its file.
 
-    classes: their names in the order of the outputs; empty: those of the file. spare: outputs for names that only some
-    devices know. own: each device standardises by its own statistics. size: side of the square that pictures are
-    resized to; None: their own size if it is the same for all and at most ``LARGEST_OWN``, otherwise ``USUAL``.
+    classes: names in the order of the outputs; (): those of the file. spare: outputs for names that only some devices
+    know. own: each device standardises by its own statistics. size: side of the square that pictures are resized to;
+    None: their own size if it is common and at most ``LARGEST_OWN``, otherwise ``USUAL``.
     """
 
     classes: tuple[str, ...] = ()
@@ -36,12 +36,11 @@ class Publishing:
 
 
 PLAIN = Publishing()
-"""The publishing of a file as it is."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """The facts of a federation that a device knows before it reads its file; all None to publish."""
+    """A federation's facts that a device knows before it reads its file; all None to publish."""
 
     task: str | None = None
     shape: tuple[int, ...] | None = None
@@ -56,38 +55,38 @@ class Known:
 
     @property
     def as_taken(self) -> tuple[int, ...] | None:
-        """The shape of samples that no preparation changes; None if there is one, and to publish."""
+        """The shape of samples that need no preparation; None if there is one, and to publish."""
         return self.shape if self.preparation is None else None
 
     @classmethod
     def of(cls, manifest: Manifest | None) -> Known:
-        """Return the facts of a manifest; of None those to publish with."""
+        """Return the facts of a manifest, or those to publish with."""
         if manifest is None:
             return cls()
         return cls(manifest.task, manifest.input_shape, manifest.output_shape, manifest.preparation, manifest.targets)
 
 
 def check_as_taken(raw: Raw, known: Known) -> None:
-    """Raise DataError for samples that a federation without a preparation cannot take as they are."""
+    """Raise DataError for samples that need a preparation which the federation does not have."""
     if known.as_taken is None:
         return
     named = next((column.name for column in raw.columns if column.categories), None)
     if named is not None:
         raise DataError(
-            f"{raw.source}: the column {named} holds names, and the federation has no preparation that makes numbers "
-            "of them; leave it out with drop=, or give numbers"
+            f"{raw.source}: the column {named} holds names, and the federation has no preparation to turn them into "
+            "numbers; leave it out with drop=, or give numbers"
         )
     if raw.inputs.dtype == np.uint8 and raw.inputs.ndim > 2:
         raise DataError(
-            f"{raw.source}: samples are bytes, and the federation has no preparation that scales them; store them in "
-            "float32 as its model takes them"
+            f"{raw.source}: samples are bytes, and the federation has no preparation to scale them; store them as "
+            "float32 values that its model takes"
         )
 
 
 def check_alike(path: str, parts: Sequence[Raw]) -> None:
     """Raise DataError if the samples of a file's parts differ in shape or type."""
     if len({(each.inputs.shape[1:], each.inputs.dtype, each.kind) for each in parts}) > 1:
-        raise DataError(f"{path}: its parts hold different kinds of samples; they must be alike")
+        raise DataError(f"{path}: its parts hold different kinds of samples; make them alike")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Labelled:
 
     @classmethod
     def of(cls, path: str, parts: Sequence[Raw], known: Known, publishing: Publishing) -> Labelled:
-        """Return how labels become targets. Raises DataError, naming the first label without an output."""
+        """Return the mapping of labels to targets. Raises DataError for a label without an output."""
         first = parts[0]
         if first.kind == "numbers":
             return cls("numbers", _number_targets(path, parts, known, publishing), (), {})
@@ -139,7 +138,7 @@ class Labelled:
 
 
 def labels_of(raw: Raw) -> Array:
-    """Return the labels of samples that were read with them."""
+    """Return the labels, which must have been read."""
     assert raw.labels is not None, "read with labels"
     return raw.labels
 
@@ -149,7 +148,7 @@ def _class_targets(path: str, first: Raw, found: tuple[str, ...], publishing: Pu
     names = publishing.classes or first.classes or found
     if len(names) + publishing.spare < 2:
         met = f"--classes names only {some(names)}" if publishing.classes else f"all labels are {some(names)}"
-        raise DataError(f"{path}: {met}; at least 2 classes are needed: name all in --classes")
+        raise DataError(f"{path}: {met}; a task needs at least 2 classes: name all in --classes")
     return _described(path, column=first.label, names=names, spare=publishing.spare)
 
 
@@ -175,13 +174,13 @@ def _described(path: str, **fields: Any) -> Targets:
         return Targets(**fields)
     except ValidationError as error:
         fault = error.errors()[0]
-        where = " ".join(map(str, fault["loc"]))
-        message = f"{path}: labels cannot be published ({where} {fault['msg']}); correct them, or --classes"
+        place = " ".join(map(str, fault["loc"]))
+        message = f"{path}: labels cannot be published ({place} {fault['msg']}); correct them, or --classes"
         raise DataError(message) from None
 
 
 def _are_positions(found: Sequence[str], targets: Targets) -> bool:
-    """Return whether labels are numbers of named classes, whose names are no numbers."""
+    """Return whether labels are numbers of named classes, whose names are not numbers."""
     count = len(targets.names) + targets.spare
     if any(name.isdecimal() for name in targets.names):
         return False
@@ -189,7 +188,7 @@ def _are_positions(found: Sequence[str], targets: Targets) -> bool:
 
 
 def _positions(path: str, found: Sequence[str], known: Known) -> dict[str, int]:
-    """Return the numbers of classes of a federation that names none. Raises DataError for other labels."""
+    """Return class numbers for a federation without class names. Raises DataError for other labels."""
     count = known.outputs[0] if known.outputs else 0
     wrong = next((name for name in found if not name.isdecimal() or int(name) >= count), None)
     if wrong is not None:
@@ -201,5 +200,5 @@ def _positions(path: str, found: Sequence[str], known: Known) -> dict[str, int]:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return names for a message; of many the first ``NAMED``, and how many there are."""
+    """Return names for a message: the first ``NAMED`` and, if there are more, their count."""
     return ", ".join(names[:NAMED]) + (f", ... ({len(names)} in all)" if len(names) > NAMED else "")

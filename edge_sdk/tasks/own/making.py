@@ -1,4 +1,4 @@
-"""A task over a user's own samples: the preparation to publish, the model, and the line that says what was read."""
+"""A task over a user's own samples: the preparation to publish, the model, and a summary line."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ if TYPE_CHECKING:
 
 METRICS_OF_NUMBERS = ("rmse", "mae", "r2")
 
+# Up to this many distinct integers may have been meant as classes.
 FEW = 20
-"""Different whole numbers, up to which labels may have been meant as classes."""
 
 Inputs = Array | Decoded
 """Raw samples, in memory or decoded when they are taken."""
 
-LARGEST_OWN, USUAL, LARGEST_PICTURE = 96, 64, 4096
-"""Sides of pictures, in pixels."""
+# Sides of pictures, in pixels.
+LARGEST_OWN = 96
+USUAL = 64
+LARGEST_PICTURE = 4096
 
 LONGEST_SOUND = 30
 """Seconds."""
@@ -50,16 +52,18 @@ def build_preparation(raw: Raw, training: Inputs, kind: str, publishing: Publish
         return _prepare_pictures(raw.inputs, publishing)
     if raw.axes == "T":
         return _prepare_sounds(raw, training, publishing)
-    assert not isinstance(raw.inputs, Decoded), "pictures and sounds alone are decoded late"
+    assert not isinstance(raw.inputs, Decoded), "only pictures and sounds are decoded late"
     assert not isinstance(training, Decoded), "as all samples"
     if raw.columns:
         return prepare_rows(raw.columns, statistics_of([training], 0, raw.columns), own=publishing.own)
-    dtype, shape, axes = raw.inputs.dtype.name, tuple(raw.inputs.shape[1:]), raw.axes
+    dtype = raw.inputs.dtype.name
+    shape = tuple(raw.inputs.shape[1:])
+    axes = raw.axes
     if raw.inputs.dtype == np.uint8 and axes in ("HW", "CHW", "HWC"):
         return prepare_array(dtype, shape, axes, None)
     if axes == "HW":
         if publishing.own:
-            raise BadOption("--standardise device: grey images are standardised by the publisher's statistics alone")
+            raise BadOption("--standardise device: grey images use only the publisher's statistics; leave it out")
         return prepare_array(dtype, shape, axes, statistics_of([training[..., None]], 2))
     channel = max(axes.find("C"), 0)
     built = prepare_array(dtype, shape, axes, statistics_of([training], channel), own=publishing.own)
@@ -84,13 +88,13 @@ def _prepare_pictures(pictures: Decoded, publishing: Publishing) -> BuiltPrepara
 
 def _prepare_sounds(raw: Raw, training: Inputs, publishing: Publishing) -> BuiltPreparation:
     """Return the preparation of sounds: log-mel energies, standardised by band over the publisher's training part."""
-    # Here, because ONNX Runtime is imported with them.
+    # Imported here, because it imports ONNX Runtime.
     from sparrow.export.preparation import Preparer
     from sparrow.export.running import batches_of
 
     assert raw.rate is not None, "sounds have a rate"
     if publishing.own:
-        raise BadOption("--standardise device: sounds are standardised by the publisher's statistics alone")
+        raise BadOption("--standardise device: sounds use only the publisher's statistics; leave it out")
     rate = round(raw.rate)
     windows = raw.step is not None
     length = raw.inputs.shape[0] if isinstance(raw.inputs, Decoded) else raw.inputs.shape[1]
@@ -110,8 +114,9 @@ def make_task(
     *,
     batch_size: int,
 ) -> Task:
-    """Return the task; a device that joins gets its model's shapes from the manifest."""
-    shape, outputs = known.shape, known.outputs
+    """Return the task; a joining device takes its model's shapes from the manifest."""
+    shape = known.shape
+    outputs = known.outputs
     if shape is None or not outputs:
         assert preparation is not None, "made to publish"
         shape = prepared_shape(preparation)
@@ -141,7 +146,7 @@ def prepared_shape(preparation: BuiltPreparation) -> tuple[int, ...]:
 
 
 def _hears(preparation: BuiltPreparation | None, known: Known) -> bool:
-    """Return whether samples are sounds, for which there is a network of their own."""
+    """Return whether samples are sounds, which have a network of their own."""
     description = known.preparation if preparation is None else preparation.description
     return description is not None and description.axes == "T"
 
@@ -153,12 +158,12 @@ def _build(shape: tuple[int, ...], outputs: int, scale: tuple[float, float] | No
 
 
 def _label_of(raw: Raw) -> str:
-    """Return what the labels of classes are called: folders name classes, an npz file y."""
+    """Return the name of the labels: "class" for folders, "y" for an npz file."""
     return raw.label or ("class" if isinstance(raw.inputs, Decoded) else "y")
 
 
 def _shape_of(inputs: Inputs) -> str:
-    """Return type and shape of a sample; the largest, if they differ."""
+    """Return type and shape of a sample, the largest if they differ."""
     shape, free = (inputs.shape, inputs.free) if isinstance(inputs, Decoded) else (inputs.shape[1:], ())
     return f"{'up to' if free else 'each'} {inputs.dtype} {'x'.join(map(str, shape))}"
 
@@ -191,6 +196,6 @@ def describe(
         text += f"; {_shape_of(raw.inputs)}"
     spare = [name for name in read.class_names[len(read.targets.names) :] if name]
     if spare and read.targets.names:
-        text += f"; spare outputs were taken for {some(spare)}, which the federation does not name"
+        text += f"; spare outputs are used for {some(spare)}, which the federation does not name"
     prepared = [f"prepared by: {', '.join(steps)}"] if steps else []
     return "; ".join([text, *prepared, *more, *raw.said])

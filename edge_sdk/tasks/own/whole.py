@@ -1,4 +1,4 @@
-"""One file with the samples of all devices: each device deals it alike and keeps its part (``tasks.dealing``)."""
+"""One file with the samples of all devices, dealt identically by each device (``tasks.dealing``)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ..preparing import BuiltPreparation
 from .labels import Known, Labelled, Publishing, check_alike, check_as_taken, labels_of, some
 from .making import build_preparation, describe, make_task
 
+# Partitions by class, which need class labels.
 LABEL_SKEWS = ("dirichlet", "grouped", "shards", "classes")
-"""Partitions by class, which a regression has not."""
 
 
 def load_part(
@@ -51,12 +51,13 @@ def load_part(
     dealing = read_dealing(dealt, task=OWN, seed=seed, needs_path=False, partition=usual)
     if whole.kind == "numbers" and dealing.partition in LABEL_SKEWS:
         raise BadOption(
-            f"--data: partition={dealing.partition} goes by classes, and {whole.raw.label or 'y'} holds numbers; "
+            f"--data: partition={dealing.partition} needs classes, and {whole.raw.label or 'y'} holds numbers; "
             "choose iid, quantity or person"
         )
     if person is not None:
         dealing = _of_person(dataset, dealing, person, path)
-    parts, public = deal(dataset, dealing, device=device), public_samples(dataset, dealing)
+    parts = deal(dataset, dealing, device=device)
+    public = public_samples(dataset, dealing)
     read = Labelled.of(whole.path, [whole.raw], known, publishing)
     indices = {"train": parts.train, "validation": parts.validation, "test": parts.test, "public": public}
     chosen = {
@@ -75,7 +76,7 @@ def load_part(
 
 
 def _person_in(dealt: str) -> tuple[str | None, str]:
-    """Take ``person=NAME`` out of the text for the dealing."""
+    """Return the value of ``person=NAME``, and the text without it."""
     entries = [entry.strip() for entry in dealt.split(",")]
     people = [entry.partition("=")[2].strip() for entry in entries if entry.partition("=")[0].strip() == "person"]
     rest = ",".join(entry for entry in entries if entry.partition("=")[0].strip() != "person")
@@ -84,7 +85,7 @@ def _person_in(dealt: str) -> tuple[str | None, str]:
 
 def _of_person(dataset: Dataset, dealing: Dealing, person: str, path: str) -> Dealing:
     if dataset.people is None or person not in dataset.names:
-        known = f"its people are {some(dataset.names)}" if dataset.names else "it does not say who made a sample"
+        known = f"its people are {some(dataset.names)}" if dataset.names else "it does not name who made a sample"
         raise DataError(f"{path}: person={person}{nearest(person, dataset.names)}, but {known}")
     found = people_of(dataset.people, **dict(dealing.options)) if dealing.partition == "person" else ()
     number = dataset.names.index(person)
@@ -95,7 +96,7 @@ def _of_person(dataset: Dataset, dealing: Dealing, person: str, path: str) -> De
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """All samples of a file, read once in a process. raw: one part after another. code, names: people by number."""
+    """All samples of a file, read once in a process. raw: all parts joined. people: index into ``names`` per sample."""
 
     path: str
     raw: Raw
@@ -109,15 +110,15 @@ class Whole:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The classes that occur or that the file declares; empty for a regression."""
+        """The classes that occur or that the file declares; () for a regression."""
         if self.kind != "classes":
             return ()
         return self.raw.classes or class_order(map(str, np.unique(labels_of(self.raw))))
 
 
+# Cached, because results for a data set are cached by its identity.
 @lru_cache(maxsize=8)
 def _numbered(whole: Whole, known: Known, publishing: Publishing) -> Dataset:
-    """Return the set, its labels as targets. Kept, because what is computed of a data set is kept by its identity."""
     read = Labelled.of(whole.path, [whole.raw], known, publishing)
     count = len(labels_of(whole.raw))
     return Dataset(
@@ -131,10 +132,11 @@ def _numbered(whole: Whole, known: Known, publishing: Publishing) -> Dataset:
     )
 
 
+# Cached for a process that simulates many devices. samples: bytes of the indices, since arrays are not hashable.
 @lru_cache(maxsize=8)
 def _whole_preparation(whole: Whole, samples: bytes, publishing: Publishing) -> BuiltPreparation:
-    """Kept, for a process that simulates many devices. samples: indices, which as an array could not be looked up."""
-    chosen, inputs = np.frombuffer(samples, np.intp), whole.raw.inputs
+    chosen = np.frombuffer(samples, np.intp)
+    inputs = whole.raw.inputs
     training = inputs.take(chosen) if isinstance(inputs, Decoded) else inputs[chosen]
     return build_preparation(whole.raw, training, whole.kind, publishing)
 
@@ -146,7 +148,7 @@ def read_whole(
     targets: Targets | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> Whole:
-    """Return all samples of a file; a process reads it once, until its time stamp changes. Raises DataError."""
+    """Return all samples of a file, read again only if its time stamp changes. Raises DataError."""
     options = options or ReadOptions()
     place = Path(path).expanduser()
     if not place.exists():
@@ -190,8 +192,8 @@ def _read_whole(
     return Whole(path, raw, people, order)
 
 
-def _joined(path: str, given: Sequence[Any], what: str) -> Any:
+def _joined(path: str, given: Sequence[Any], entry: str) -> Any:
     known = [each for each in given if each is not None]
     if known and len(known) < len(given):
-        raise DataError(f"{path}: some samples have {what} and others none; give one each, or none at all")
+        raise DataError(f"{path}: only some samples have {entry}; give one for each, or for none")
     return np.concatenate(known) if known else None

@@ -174,7 +174,7 @@ def test_files_are_counted_where_they_are_numbered(data):
         ("--data each --devices 4", 1, "3 files are too few for 4 devices"),
         ("--data each --partition iid", 2, "each device has its own file and nothing is distributed; leave it out"),
         ("--data each/{index}.npz", 6, "for files with other names name their folder"),
-        ("--data mine.npz --partition nosuch", 2, "there is no partition 'nosuch'"),
+        ("--data mine.npz --partition nosuch", 2, "unknown partition 'nosuch'"),
         ("--task nosuch", 6, "nosuch"),
         ("", 2, "add --data"),
     ],

@@ -339,7 +339,7 @@ def test_test_sets_that_cannot_be_had_are_told_before_anything_is_trained(tmp_pa
     file = tmp_path / "tiny.toml"
     file.write_text('corruptions = ["contrast"]\n' + TINY)
     assert main(command("run", file, tmp_path / "work", "--processes", "1")) == Exit.USAGE
-    assert "corruption=contrast is for images of bytes, which digits has not" in capsys.readouterr().err
+    assert "corruption=contrast needs images of bytes, which digits does not have" in capsys.readouterr().err
     assert not (tmp_path / "work" / "results.jsonl").exists()
     assert not list((tmp_path / "work").glob("trials/*/coordinator*")), "nor has a coordinator been started"
 
@@ -367,8 +367,8 @@ def test_test_sets_that_cannot_be_had_are_told_before_anything_is_trained(tmp_pa
         (("new = 1", "shifts = [0, 0.0]"), "shifts: a test set is named twice"),
         (("new = 1", "severities = [1]"), "severities need corruptions"),
         (("new = 1", 'corruptions = ["contrast"]\nseverities = [6]'), "less than or equal to 5"),
-        (("new = 1", 'corruptions = ["contarst"]'), "there is no corruption 'contarst'"),
-        (("new = 1", 'corruptions = ["fog"]'), "corruption=fog is not computed"),
+        (("new = 1", 'corruptions = ["contarst"]'), "unknown corruption 'contarst'"),
+        (("new = 1", 'corruptions = ["fog"]'), "corruption=fog exists only for"),
         (
             ("new = 1", 'shifts = [0, 1]\ndata = { test = "published" }'),
             "shifts draw from the devices' own test samples",
