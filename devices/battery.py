@@ -1,9 +1,4 @@
-"""Batteries: while one discharges, its power is the power of the whole device.
-
-On external power a battery shows the power of charging, so the reading is unavailable then. Folder names (BAT0, bms,
-axp20x-battery) carry no meaning: `type` separates batteries from supplies, and `scope` = Device marks the battery of a
-mouse or a headset. Source: the kernel's power_supply documentation (µW, µV, µA; drivers differ in the current's sign).
-"""
+"""Power and charge of batteries; while one discharges, its power is the power of the whole device."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -11,18 +6,16 @@ from typing import ClassVar
 from .rails import PowerSource
 from .readings import Files, Quality, ReadError, Reading, Reason
 
+# Source: the kernel's power_supply documentation (µW, µV, µA; drivers differ in the current's sign).
 POWER_SUPPLY = "sys/class/power_supply"
 
 
 class Batteries(PowerSource):
-    """The sum of the device's own batteries, in watts.
-
-    A gauge refreshes every few seconds and answers slowly, so reads are at least five seconds apart. In a shorter phase
-    the value may be older than the phase.
-    """
+    """The sum of the device's own batteries, in watts; unavailable on external power."""
 
     name = "battery"
     scope = "device"
+    # A gauge refreshes every few seconds and answers slowly.
     shortest_period_seconds = 5.0
     advice: ClassVar[Mapping[Reason, str]] = {
         Reason.CHARGING: "on external power; unplug the charger to measure",
@@ -160,7 +153,8 @@ def on_mains(files: Files, now: float) -> Reading:
 
 
 def _supplies(files: Files) -> tuple[list[str], list[str]]:
-    """Return the folders of the device's own batteries and of its external supplies."""
+    # Folder names (BAT0, bms, axp20x-battery) carry no meaning: `type` separates batteries from supplies, and `scope` =
+    # Device marks the battery of a mouse or a headset.
     batteries = []
     supplies = []
     for path in files.folders(POWER_SUPPLY):

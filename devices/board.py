@@ -1,8 +1,4 @@
-"""Identification of the board from the device tree, the Pi's revision code, or x86's DMI.
-
-Names are not trusted: carrier makers write their own into `model`, and DMI is wrong on some Jetsons. Sources: Raspberry
-Pi's documentation of revision codes, NVIDIA's part numbers in device trees, Arm's part numbers in /proc/cpuinfo.
-"""
+"""Identification of the board from the device tree, the Pi's revision code, or x86's DMI."""
 
 import re
 import struct
@@ -18,6 +14,8 @@ from .system import System
 
 Kind = Literal["phone", "laptop", "raspberry-pi", "jetson", "linux"]
 
+# Names are not trusted: carrier makers write their own into `model`, and DMI is wrong on some Jetsons. Sources:
+# Raspberry Pi's documentation of revision codes, NVIDIA's part numbers in device trees, Arm's part numbers.
 _TREE = "proc/device-tree"
 _DMI = "sys/devices/virtual/dmi/id"
 

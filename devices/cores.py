@@ -1,20 +1,18 @@
-"""Processor cores: online cores, load, this process's part of it, and clocks.
-
-Sources: the kernel's documentation of /proc/stat, /proc/self/stat and cpufreq.
-"""
+"""Processor cores: online cores, load, this process's part of it, and clocks."""
 
 import os
 
 from .readings import Files, Quality, ReadError, Reading, Reason
 from .system import System
 
+# Sources: the kernel's documentation of /proc/stat, /proc/self/stat and cpufreq.
 CPU = "sys/devices/system/cpu"
 # USER_HZ, the unit of /proc/stat on all supported architectures.
 JIFFIES_PER_SECOND = 100
 
 
 def online_cores(files: Files) -> list[int]:
-    """Return the numbers of the online cores; without the kernel's list, as many as Python counts."""
+    """Return the numbers of the online cores."""
     try:
         spans = [span.split("-") for span in files.text(f"{CPU}/online").split(",")]
         cores = [core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)]
@@ -24,7 +22,7 @@ def online_cores(files: Files) -> list[int]:
 
 
 def busy_seconds(files: Files, now: float) -> Reading:
-    """Return the core-seconds that all cores together have worked since the start of the system."""
+    """Return the core-seconds that all cores have worked since the start of the system."""
     path = "proc/stat"
 
     def take() -> float:
@@ -38,7 +36,7 @@ def busy_seconds(files: Files, now: float) -> Reading:
 
 
 def own_seconds(files: Files, now: float) -> Reading:
-    """Return the core-seconds that this process has worked, in user and kernel mode together."""
+    """Return the core-seconds that this process has worked."""
     path = "proc/self/stat"
 
     def take() -> float:

@@ -125,11 +125,11 @@ class EnergyMeter:
     """Measures phases of work on this device; phases may follow or overlap each other.
 
     system: the device, by default this machine. model: watts to estimate with if no sensor answers. period_seconds:
-    interval of the background thread, above 0, else ValueError. clock: monotonic seconds. cpu_seconds: processor time
-    of this process. background: False for no thread; call `sample` in long phases then. wall_clock: seconds since 1970.
+    interval of the background thread. background: False for no thread; call `sample` in long phases then. Raises
+    ValueError for a period_seconds that is not finite and above 0.
 
-    Close the meter, or use it as a context manager, to end the thread. If no thread can be started, and after closing,
-    only the two ends of a phase are read. After a fork the child starts its own thread with its next phase.
+    Close the meter, or use it as a context manager, to end the thread. Without a thread only the ends of a phase are
+    read. After a fork the child starts its own thread with its next phase.
     """
 
     def __init__(

@@ -1,9 +1,4 @@
-"""Temperatures, and the one that makes a board throttle.
-
-Zones are identified by their `type`, not by their number; `CPU-therm`, `cpu-thermal` and `cpu_thermal` are all "cpu". A
-zone whose hardware is off fails or reads -256 °C. Sources: the kernel's documentation of thermal zones and hwmon
-(thousandths of a degree), the zone names of Raspberry Pi's and NVIDIA's kernels.
-"""
+"""Temperatures, and the one that makes a board throttle."""
 
 import re
 from collections.abc import Mapping
@@ -11,6 +6,8 @@ from collections.abc import Mapping
 from .board import BoardInfo
 from .readings import Files, Quality, ReadError, Reading, Reason
 
+# Sources: the kernel's documentation of thermal zones and hwmon (thousandths of a degree), the zone names of Raspberry
+# Pi's and NVIDIA's kernels. Zones are identified by their `type`, not by their number.
 THERMAL = "sys/class/thermal"
 HWMON = "sys/class/hwmon"
 
@@ -32,6 +29,7 @@ _PROCESSOR = re.compile(r"(cpu|soc|package|cluster|big|little|core)")
 _X86_SENSORS = ("coretemp", "k10temp", "zenpower")
 _COLDEST = -60.0
 _HOTTEST = 150.0
+# A zone whose hardware is off fails or reads -256 °C.
 _SWITCHED_OFF = -200.0
 
 
@@ -41,10 +39,7 @@ def temperatures(files: Files, now: float) -> dict[str, Reading]:
 
 
 class Thermometer:
-    """The temperature that makes a board throttle: the hottest of its decisive zones.
-
-    On unknown boards, the hottest zone named after a processor. Zones are searched again if all disappear.
-    """
+    """The hottest of the zones that throttle a board; on unknown boards, of the zones named after a processor."""
 
     def __init__(self, files: Files, board: BoardInfo) -> None:
         self._files = files
@@ -58,12 +53,13 @@ class Thermometer:
         if good:
             return max(good, key=lambda reading: reading.value or 0.0)
         if all(reading.reason is Reason.ABSENT for reading in readings):
+            # All zones have disappeared.
             self._zones = _decisive(self._files, self._board)
         return readings[0] if readings else Reading.failed("°C", "processor", THERMAL, now, _why_none(self._files))
 
 
 def _zones(files: Files) -> dict[str, str]:
-    """Return the temperature file of each zone."""
+    # Zone -> file of its temperature.
     found: dict[str, str] = {}
     for folder in files.folders(THERMAL, "thermal_zone"):
         try:
@@ -98,6 +94,7 @@ def _why_none(files: Files) -> Reason:
 
 
 def _folded(name: str) -> str:
+    # CPU-therm, cpu-thermal and cpu_thermal are all "cpu".
     return re.sub(r"[-_]therm(al)?$", "", name.lower())
 
 

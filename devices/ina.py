@@ -4,9 +4,7 @@
     sys/bus/i2c/{devices,drivers/..}  the same chips by address; before JetPack 5 the only place, with names, volts,
                                       amperes and watts in a folder iio:deviceN
 
-A chip appears at several paths; the first kind of path with rails is used. In hwmon, channels 4 to 6 are shunt voltages
-in microvolts and "sum of shunt voltages" is not a rail either. Sources: the kernel's ina3221 and ina238 drivers (mV,
-mA, µW), NVIDIA's older driver (mV, mA, mW).
+A chip appears at several paths; the first kind of path with rails is used.
 """
 
 import re
@@ -17,6 +15,7 @@ from typing import ClassVar
 from .rails import PowerSource, believable, total_of, worst
 from .readings import Files, Quality, ReadError, Reading, Reason
 
+# Sources: the kernel's ina3221 and ina238 drivers (mV, mA, µW), NVIDIA's older driver (mV, mA, mW).
 HWMON = "sys/class/hwmon"
 I2C = "sys/bus/i2c"
 
@@ -25,6 +24,7 @@ HOW_TO_GRANT = (
     "their mode to 0440, then runs: sudo usermod -aG i2c USER"
 )
 
+# In hwmon, channels 4 to 6 are shunt voltages in microvolts, and "sum of shunt voltages" is not a rail either.
 _CHANNELS = (1, 2, 3)
 _NOT_CONNECTED = "NC"
 # The chip's largest number means that no limit is set.

@@ -73,13 +73,10 @@ class Integral:
 
 
 def best(integrals: list[Integral], seconds: float) -> Integral | None:
-    """Return the first integral that covered enough of the phase, else the one that covered most, if any.
-
-    Sources that show less than the processor package are rejected: psys is wrong on some laptops, and a battery's gauge
-    lags behind.
-    """
+    """Return the first integral that covered enough of the phase, else the one that covered most, if any."""
     answered = [integral for integral in integrals if integral.answered]
     package = next((i for i in answered if i.source.scope.startswith("package")), None)
+    # Less than the processor package is wrong: psys is wrong on some laptops, and a battery's gauge lags behind.
     if package is not None:
         answered = [i for i in answered if i is package or _watts(i) >= _watts(package)]
     enough = [i for i in answered if i.covered_seconds >= _ENOUGH_COVERAGE * seconds]

@@ -1,8 +1,4 @@
-"""Sensors that only Jetsons have: the power mode, and the load and clock of the integrated GPU.
-
-A mode caps clocks, not watts; after a change that needs a restart, the old mode is still shown. Sources: nvpmodel's
-files and output, the load file of NVIDIA's GPU driver (thousandths), devfreq (Hz).
-"""
+"""Sensors that only Jetsons have: the power mode, and the load and clock of the integrated GPU."""
 
 import re
 from dataclasses import dataclass
@@ -10,6 +6,7 @@ from dataclasses import dataclass
 from .readings import Files, ReadError, Reading, Reason
 from .system import System
 
+# Sources: nvpmodel's files and output, the load file of NVIDIA's GPU driver (thousandths), devfreq (Hz).
 DEVFREQ = "sys/class/devfreq"
 
 _STATUS = "var/lib/nvpmodel/status"
@@ -20,7 +17,7 @@ _GPU_FOLDERS = ("sys/devices/platform/bus@0", "sys/devices/platform", "sys/devic
 
 @dataclass(frozen=True)
 class PowerMode:
-    """A mode of nvpmodel."""
+    """A mode of nvpmodel, which caps clocks, not watts; a change that needs a restart shows only after it."""
 
     id: int
     name: str

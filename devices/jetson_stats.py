@@ -1,8 +1,4 @@
-"""Power rails through jetson-stats, whose service can read files that only root may read.
-
-The service publishes milliwatts per rail about once a second. Its own total is not used, since it adds up all rails;
-the total comes from the table in `devices.rails`.
-"""
+"""Power rails through jetson-stats, whose service can read files that only root may read."""
 
 import os
 from collections.abc import Mapping
@@ -20,7 +16,7 @@ HOW_TO_GET = "sudo pip3 install jetson-stats, start its service, sudo usermod -a
 
 
 class JetsonStats(PowerSource):
-    """The rails that make up the total, as reported by jetson-stats."""
+    """The rails that make up the total, from the table in `devices.rails`; jetson-stats itself adds up all rails."""
 
     quality = Quality.MEASURED
     shortest_period_seconds = 1.0
@@ -75,7 +71,7 @@ class JetsonStats(PowerSource):
         return watts
 
     def _connected(self) -> Any:
-        """Return a client with a live thread in this process; after a fork the old one has none."""
+        # After a fork the old client has no thread.
         if self._client is None or self._process != os.getpid():
             client = self._library("jtop").jtop()
             client.start()
@@ -95,7 +91,7 @@ def _reason(error: Exception) -> Reason:
 
 
 def _total_rail(total: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the total if it is a single rail, which is then missing among the others."""
+    # A total that is a single rail is missing among the rails.
     return {str(total["name"]): total} if "name" in total else {}
 
 

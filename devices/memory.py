@@ -1,8 +1,4 @@
-"""Memory in bytes that this process holds, has held at most, and could still get.
-
-From Linux's /proc and the limits of control groups (version 2 or 1), which containers and systemd units have; elsewhere
-only the peak that every Unix counts. Swap never counts as free.
-"""
+"""Memory in bytes that this process holds, has held at most, and could still get; swap never counts as free."""
 
 from __future__ import annotations
 
@@ -142,13 +138,13 @@ def _group(files: Files, folder: str, used: str, cached: str, limit: str) -> _Gr
 
 
 def _version_2(files: Files) -> list[str]:
-    """Return the folders of the control groups that hold this process, innermost first: each may have a limit."""
+    # The folders of the control groups that hold this process, innermost first: each may have a limit.
     own = _own_group(files, "")
     return [] if own is None else _upwards(CGROUP, own)
 
 
 def _version_1(files: Files) -> list[str]:
-    """Return the same in version 1's hierarchy for memory."""
+    # Version 1 has a hierarchy of its own for memory.
     own = _own_group(files, "memory")
     return [] if own is None else _upwards(f"{CGROUP}/memory", own)
 
@@ -177,7 +173,7 @@ def _meminfo(files: Files, key: str, now: float) -> Reading:
 
 
 def _kilobytes(path: Path, key: str) -> int | None:
-    """Return the bytes of a line such as ``VmRSS:  1234 kB``, if there is one."""
+    # Lines such as "VmRSS:  1234 kB".
     try:
         for line in path.read_text().splitlines():
             if line.startswith(f"{key}:"):

@@ -1,13 +1,10 @@
-"""The network: interface, traffic and whether it is metered; and whether the clock is synchronised.
-
-NetworkManager knows or guesses whether a connection is metered; without it, modems count as metered and other
-interfaces as unknown. Sources: NetworkManager's D-Bus interface (property Metered), the kernel's documentation of
-/proc/net/route and of network statistics.
-"""
+"""The network: interface, traffic and whether it is metered; and whether the clock is synchronised."""
 
 from .readings import Files, Quality, ReadError, Reading, Reason
 from .system import System
 
+# Sources: NetworkManager's D-Bus interface (property Metered), the kernel's documentation of /proc/net/route and of
+# network statistics. Without NetworkManager only modems are known to be metered.
 _MODEMS = ("wwan", "ppp", "rmnet")
 _NM = "org.freedesktop.NetworkManager"
 _METERED = {"1": (1.0, Quality.MEASURED), "2": (0.0, Quality.MEASURED)}

@@ -1,9 +1,4 @@
-"""Energy counters of NVIDIA graphics cards, through the driver's library.
-
-Needs the optional package nvidia-ml-py. Each process opens the library with its first read, because it is unusable
-after a fork. Cards older than Volta have no counter; their power is integrated instead. Source: NVIDIA's NVML reference
-(total energy in millijoules since the driver was loaded; power in milliwatts).
-"""
+"""Energy counters of NVIDIA graphics cards, through the driver's library (package nvidia-ml-py)."""
 
 import os
 from collections.abc import Mapping
@@ -13,6 +8,7 @@ from .rails import PowerSource, trapezoid
 from .readings import Quality, Reading, Reason
 from .system import System
 
+# Source: NVIDIA's NVML reference (total energy in millijoules since the driver was loaded; power in milliwatts).
 DRIVER = "proc/driver/nvidia/version"
 HOW_TO_GET = "pip install nvidia-ml-py"
 
@@ -64,6 +60,7 @@ class Nvml(PowerSource):
         return total
 
     def _open(self) -> None:
+        # The library is unusable after a fork.
         if self._cards is None or self._process != os.getpid():
             self._process = os.getpid()
             self._nvml = self._library("pynvml")
@@ -71,6 +68,7 @@ class Nvml(PowerSource):
             handles = [self._nvml.nvmlDeviceGetHandleByIndex(n) for n in range(self._nvml.nvmlDeviceGetCount())]
             self._cards = [(handle, self._has_counter(handle)) for handle in handles]
 
+    # Cards older than Volta have no counter; their power is integrated instead.
     def _has_counter(self, card: Any) -> bool:
         try:
             self._nvml.nvmlDeviceGetTotalEnergyConsumption(card)

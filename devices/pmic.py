@@ -1,10 +1,4 @@
-"""The power chip of the Raspberry Pi 5, 500 and CM5: volts and amperes of twelve rails.
-
-`vcgencmd pmic_read_adc` prints them. Their sum leaves out loads on the 5 V input (USB, PCIe, HATs, the fan) and the
-chip's own loss, and the input has no current reading, so the board's power is estimated from the sum: a fit to
-jfikar's measurements of one board against a USB meter. The command takes about 14 ms of processor time; every two
-seconds it stays below 1 % of a core.
-"""
+"""The power chip of the Raspberry Pi 5, 500 and CM5: volts and amperes of twelve rails."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +10,9 @@ from .system import Commands, System
 
 COMMAND = ("vcgencmd", "pmic_read_adc")
 
-# Watts at the input = slope * watts of the rails + offset.
+# Watts at the input = slope * watts of the rails + offset: a fit to jfikar's measurements of one board against a USB
+# meter. The sum of the rails leaves out loads on the 5 V input (USB, PCIe, HATs, the fan) and the chip's own loss, and
+# the input has no current reading.
 INPUT_SLOPE = 1.1451
 INPUT_WATTS = 0.5879
 
@@ -32,6 +28,7 @@ class Pmic(PowerSource):
     name = "PMIC rails"
     scope = "rails"
     quality = Quality.DERIVED
+    # The command takes about 14 ms of processor time.
     shortest_period_seconds = 2.0
     advice: ClassVar[Mapping[Reason, str]] = {
         Reason.PERMISSION: "vcgencmd refuses this user; sudo usermod -aG video USER, then log in again",

@@ -1,9 +1,4 @@
-"""The power rails of a Jetson that make up its total.
-
-Rails are nested: VDD_IN feeds the module and thereby VDD_SOC. A rail that is the total is used as it is; otherwise the
-rails of a table are added. Unknown sets of rails have no total, since a sum could count power twice. Source: NVIDIA's
-developer guides, which name the loads of each rail.
-"""
+"""The power rails of a Jetson that make up its total."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,6 +14,8 @@ class Total:
     rails: tuple[str, ...]
 
 
+# Rails are nested: VDD_IN feeds the module and thereby VDD_SOC. Unknown sets of rails have no total, since a sum could
+# count power twice. Source: NVIDIA's developer guides, which name the loads of each rail.
 TOTALS = (
     # Thor
     Total("board", ("VIN",)),
@@ -61,10 +58,8 @@ class PowerSource:
 
 
 def believable(readings: tuple[Reading, ...]) -> tuple[Reading, ...]:
-    """Return the readings; if their sum is not above 0, failed ones, since a running device draws power.
-
-    A single rail may read 0 or, if gated, a little below.
-    """
+    """Return the readings; if their sum is not above 0, failed ones, since a running device draws power."""
+    # A single rail may read 0 or, if gated, a little below.
     if any(reading.value is None for reading in readings) or sum(reading.value or 0.0 for reading in readings) > 0:
         return readings
     return tuple(Reading.failed(r.unit, r.scope, r.source, r.t_monotonic, Reason.STALE) for r in readings)

@@ -1,8 +1,4 @@
-"""Readings of sensors, with a reason for each missing value; and the only access to files.
-
-Kernel files may end with a newline, a NUL or a unit ("32760 ma"). `Files` strips those and turns every failure into a
-`Reason`. A failed read is never 0, since a zero counter becomes an energy spike of a full turn at the next read.
-"""
+"""Readings of sensors, with a reason for each missing value; and the only access to files."""
 
 import math
 import os
@@ -67,11 +63,10 @@ class ReadError(SdkError):
 
 @dataclass(frozen=True)
 class Reading:
-    """One value of one sensor at one time.
+    """One value of one sensor at one time; a failed read is never 0, which would look like an energy spike.
 
     value: in `unit`, None if the read failed. scope: the part that the value covers (board, device, package, cpu).
-    t_monotonic: seconds of the reader's clock. reason: None exactly if there is a value. Raises ValueError if the
-    fields contradict each other.
+    t_monotonic: seconds of the reader's clock. Raises ValueError unless there is either a value or a reason.
     """
 
     value: float | None
@@ -127,6 +122,7 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
+# Kernel files may end with a newline, a NUL or a unit ("32760 ma").
 _NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*[^\W\d]*%?")
 
 

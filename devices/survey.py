@@ -233,7 +233,7 @@ class Survey:
 
 
 def _noted(group: str, name: str, reading: Reading, note: str) -> Sensor:
-    """Return a sensor whose note applies only to a value; without one, the note would read as advice."""
+    # Without a value, the note would read as advice.
     return Sensor(group, name, reading, note if reading.value is not None else "")
 
 

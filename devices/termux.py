@@ -1,9 +1,4 @@
-"""A phone's battery under Termux, through Termux:API.
-
-Apps may not read /sys/class/power_supply; `termux-battery-status` prints JSON instead, but slowly, so it runs once a
-minute. Its current has no reliable unit or sign, so no power is computed. A temperature of exactly 0 with unknown
-health is missing.
-"""
+"""A phone's battery under Termux, through Termux:API."""
 
 import json
 import math
@@ -13,6 +8,7 @@ from typing import Any
 from .readings import Quality, ReadError, Reading, Reason
 from .system import System
 
+# Apps may not read /sys/class/power_supply. The command prints JSON, but slowly.
 COMMAND = "termux-battery-status"
 HOW_TO_GET = "install the app Termux:API and its package: pkg install termux-api"
 _ASK_AGAIN_SECONDS = 60.0
@@ -35,6 +31,7 @@ class TermuxBattery:
         """Return the battery's temperature in °C."""
 
         def value(status: Mapping[str, Any]) -> float | None:
+            # A temperature of exactly 0 with unknown health is missing.
             unknown = status["temperature"] == 0 and status.get("health") == "UNKNOWN"
             return None if unknown else status["temperature"]
 
@@ -46,6 +43,7 @@ class TermuxBattery:
 
     def power(self, now: float) -> Reading:
         """Return a failed reading with the reason; never watts."""
+        # The current has no reliable unit or sign.
         charge = self.charge(now)
         return Reading.failed("W", "device", COMMAND, now, charge.reason or Reason.UNRELIABLE)
 

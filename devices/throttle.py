@@ -1,9 +1,4 @@
-"""Throttling of a board: by heat, by a weak supply, by too much current.
-
-A Raspberry Pi's firmware reports it in one word; a Jetson's kernel by thermal alerts and by counters of over-current
-events. Counters are never reset: `vcgencmd get_throttled` gets no argument. Sources: Raspberry Pi's documentation of
-get_throttled, NVIDIA's thermal documentation and the kernel's soctherm driver.
-"""
+"""Throttling of a board: by heat, by a weak supply, by too much current."""
 
 import re
 from collections.abc import Mapping
@@ -13,6 +8,8 @@ from .heat import THERMAL, hwmon
 from .readings import Files, Quality, ReadError, Reading, Reason
 from .system import System
 
+# Sources: Raspberry Pi's documentation of get_throttled, NVIDIA's thermal documentation and the kernel's soctherm
+# driver. `get_throttled` gets no argument, which would reset its bits.
 NOW_BITS: Mapping[int, str] = {0: "under_voltage", 1: "freq_capped", 2: "throttled", 3: "soft_temp_limit"}
 SINCE_BOOT = 16
 """Shift of the bits that report an event since the start of the system."""
@@ -113,7 +110,8 @@ class Alerts:
         return Reading(float(active), "1", "board", Quality.MEASURED if states else Quality.DERIVED, THERMAL, now)
 
     def _find(self) -> list[str]:
-        """Return the state files of the cooling devices that are alerts."""
+        # Of all cooling devices only alerts count, not fans and clocks.
+
         devices = [name for name in self._files.children(THERMAL) if name.startswith("cooling_device")]
         if not devices:
             raise ReadError(THERMAL, Reason.ABSENT)
@@ -144,7 +142,7 @@ def _rose(before: Reading | None, after: Reading) -> bool:
 
 
 def _alarm(files: Files, now: float) -> Reading | None:
-    """Return the kernel's own under-voltage alarm of a Pi, which needs no permission."""
+    # The kernel's own alarm needs no permission.
     folder = hwmon(files, "rpi_volt")
     return files.reading(f"{folder}/in0_lcrit_alarm", "1", "board", now) if folder else None
 

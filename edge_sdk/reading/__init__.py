@@ -1,8 +1,7 @@
-"""Readers of raw samples from tables (CSV, TSV, parquet), numpy files (npz, npy), and folders of pictures or sounds.
+"""Readers of raw samples: tables (CSV, TSV, parquet), numpy files (npz, npy), and folders of pictures or sounds.
 
-They take what a file says and guess nothing in silence: a value that cannot be read is refused with its line, its
-column and the option that helps, and each reading of a doubtful form is said. Neither torch nor pandas is used; pyarrow
-is imported for parquet files, Pillow for pictures, soundfile and soxr for sounds.
+A value that cannot be read is refused with its line, its column and the option that helps; every guess is reported.
+pyarrow, Pillow, soundfile and soxr are imported only for their formats.
 """
 
 from __future__ import annotations

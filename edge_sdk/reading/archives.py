@@ -1,12 +1,12 @@
-"""Files of numpy to raw samples: npz with x and y, or pairs x_train, y_train, x_val, ...; a bare npy without labels.
+"""Numpy files to raw samples: npz with x and y, or pairs x_train, y_train, x_val, ...; npy without labels.
 
     x [N, ...]  y [N]       samples and labels; integers and text are classes, floats are numbers
-    person [N]              who made each sample (``roles.PEOPLE``); ``persons`` may name people given by number
-    run [N]                 the unbroken recording that a sample is of
-    classes                 their number, or their names in order; integer labels are then positions in it
+    person [N]              who made each sample (``roles.PEOPLE``); ``persons`` may name numbered people
+    run [N]                 unbroken recording of each sample
+    classes                 number of classes, or their names in order; integer labels are then positions in it
 
-Beside pairs, ``person_train`` and ``run_train`` are of x_train. Samples keep their type, except that floats become
-float32, bool uint8, and large unsigned integers int64. Nothing is ever unpickled.
+Beside pairs, ``person_train`` and ``run_train`` belong to x_train. Samples keep their type, except that floats become
+float32, bool uint8, and large unsigned integers int64. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ def read_archive(path: Path, source: str, options: ReadOptions, wanted: Wanted) 
             for use in uses:
                 found[use] = _read(_File(source, loaded, use), options, wanted)
                 if found[use].kind is not None and wanted.targets is None:
-                    # all parts have labels of one kind, that of the training samples
+                    # All parts have labels of the kind of the training labels.
                     options = replace(options, target="class" if found[use].kind == "classes" else "number")
             return found
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, MemoryError) as error:
         raise DataError(f"{source}: cannot be read as an npz file ({error}); write it with numpy.savez") from None
-    except ValueError:  # numpy takes whatever is neither zip nor npy for a pickle
+    # numpy takes a file that is neither zip nor npy for a pickle.
+    except ValueError:
         raise DataError(
             f"{source}: holds pickled objects or is not an npz file; write plain arrays with numpy.savez"
         ) from None
@@ -97,7 +98,7 @@ class _File:
         return self.entries.get(self.key(name))
 
     def find(self, wanted: str) -> list[str]:
-        """Return the entries that are called so in any case, ``person`` standing for ``PEOPLE``; those of this use."""
+        """Return this use's entries of this name in any case; ``person`` stands for all of ``PEOPLE``."""
         ending = f"_{self.use}" if self.use else ""
         stems = {key: key.removesuffix(ending) for key in self.entries if key.endswith(ending)}
         return [
@@ -128,7 +129,7 @@ def _read(file: _File, options: ReadOptions, wanted: Wanted) -> Raw:
     runs = _runs(file, len(inputs))
     count = int(np.count_nonzero(out))
     if count == len(out):
-        raise DataError(f"{called}: each sample lacks a value, so missing=drop leaves none; correct the file")
+        raise DataError(f"{called}: every sample lacks a value, so missing=drop leaves none; correct the file")
     kept: Any = slice(None)
     if count:
         kept = ~out
@@ -150,7 +151,7 @@ def _read(file: _File, options: ReadOptions, wanted: Wanted) -> Raw:
 
 
 def _converted(called: str, stored: Array, preparation: Preparation | None) -> Array:
-    """Return the samples in a raw type, or that of the federation, in native byte order."""
+    """Return the samples in a raw type, or in the federation's, in native byte order."""
     kind = stored.dtype.kind
     if kind not in "fiub":
         raise DataError(f"{called} is of {stored.dtype}; store numbers, such as float32, or uint8 for images")
@@ -161,7 +162,8 @@ def _converted(called: str, stored: Array, preparation: Preparation | None) -> A
             "not scaled"
         )
     if wanted == "float32":
-        with np.errstate(over="ignore"):  # refused below
+        # Values beyond float32 become infinite, and are refused below.
+        with np.errstate(over="ignore"):
             values = stored.astype(np.float32)
         beyond = np.isinf(values) & ~np.isinf(stored) if stored.dtype.itemsize > 4 else np.zeros(1, np.bool_)
     else:
@@ -188,7 +190,7 @@ def _raw_type(dtype: np.dtype[Any]) -> RawType:
 
 
 def _not_finite(called: str, inputs: Array, options: ReadOptions) -> NDArray[np.bool_]:
-    """Return which samples are to be left out. Raises DataError for values that are missing without an option."""
+    """Return the samples to leave out. Raises DataError for missing values without an option."""
     out = np.zeros(len(inputs), np.bool_)
     if inputs.dtype.kind != "f":
         return out
@@ -201,10 +203,10 @@ def _not_finite(called: str, inputs: Array, options: ReadOptions) -> NDArray[np.
     if options.missing == "drop":
         return refused
     places = some(np.flatnonzero(refused), 3)
-    what = "an infinite value" if infinite.any() else "a missing value (NaN)"
-    mean = "" if infinite.any() else ", missing=mean puts means there"
+    fault = "an infinite value" if infinite.any() else "a missing value (NaN)"
+    mean = "" if infinite.any() else ", missing=mean replaces them by the mean"
     raise DataError(
-        f"{called} has {what} in {plural(int(refused.sum()), 'sample')}: {places}; missing=drop leaves them out{mean}"
+        f"{called} has {fault} in {plural(int(refused.sum()), 'sample')}: {places}; missing=drop leaves them out{mean}"
     )
 
 
@@ -212,13 +214,13 @@ def _not_finite(called: str, inputs: Array, options: ReadOptions) -> NDArray[np.
 
 
 def _classes(file: _File) -> tuple[str, ...] | None:
-    """Return the classes that the file declares, None if it declares none."""
+    """Return the classes that the file declares, if any."""
     if "classes" not in file.entries:
         return None
     entry = file.entries["classes"]
     if entry.ndim == 0 and entry.dtype.kind in "iu":
         if not 2 <= int(entry) <= 10_000:
-            raise DataError(f"{file.source}: classes says that there are {entry}; give their number, 2 to 10,000")
+            raise DataError(f"{file.source}: classes is {entry}; give the number of classes, 2 to 10,000")
         return tuple(map(str, range(int(entry))))
     if entry.ndim != 1 or entry.dtype.kind not in "iuUS" or len(entry) < 2:
         raise DataError(
@@ -227,7 +229,7 @@ def _classes(file: _File) -> tuple[str, ...] | None:
         )
     names = tuple(name.strip() for name in _texts(f"{file.source}: classes", entry))
     if len(set(names)) < len(names) or "" in names:
-        raise DataError(f"{file.source}: classes names one twice or has an empty name ({some(names)}); correct it")
+        raise DataError(f"{file.source}: classes repeats a name or has an empty one ({some(names)}); correct it")
     return names
 
 
@@ -275,7 +277,7 @@ def _labels(
 
 
 def _from_one_hot(called: str, rows: Array, declared: tuple[str, ...] | None) -> NDArray[np.int64]:
-    """Return the place of the 1 in each row."""
+    """Return the position of the 1 in each row."""
     numeric = rows.dtype.kind in "iubf"
     if not numeric or not ((rows == 0) | (rows == 1)).all() or (np.count_nonzero(rows, axis=1) != 1).any():
         raise DataError(
@@ -288,7 +290,7 @@ def _from_one_hot(called: str, rows: Array, declared: tuple[str, ...] | None) ->
 
 
 def _of_floats(stored: Array) -> Labels:
-    """Return labels of a float type, which are decimals however they are written."""
+    """Return labels of a float type, which count as decimals in any notation."""
     found = Labels()
     values = stored.astype(np.float64)
     found.add(["" if value != value else repr(value) for value in values.tolist()])
@@ -368,7 +370,7 @@ def _runs(file: _File, samples: int) -> NDArray[np.int64] | None:
 
 
 def _one_each(file: _File, name: str, samples: int, kinds: str, wanted: str) -> Array:
-    """Return an entry that has one value for each sample, of these kinds of types. Raises DataError for others."""
+    """Return an entry with one value per sample, of these type kinds. Raises DataError for others."""
     entry = file.entries[name]
     if entry.shape != (samples,) or entry.dtype.kind not in kinds:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Axes of arrays: what each stands for is said by an option or the federation, or plain from type and shape."""
+"""Axes of arrays: from an option or the federation, or from type and shape if these are unambiguous."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sparrow.protocol.preparation import Preparation
 from .errors import DataError
 from .samples import some
 
+# Channels of grey, colour, and colour with transparency.
 _PLANES = (1, 3, 4)
-"""Channels of grey, colour, and colour with transparency."""
 
 
 def axes_of(
@@ -24,10 +24,9 @@ def axes_of(
     *,
     shape: tuple[int, ...] | None = None,
 ) -> str:
-    """Return the letters of one sample's axes, empty for rows or if nothing need be known of them.
+    """Return the letters of one sample's axes; "" for rows, or if they need not be known.
 
-    given: the option ``axes``. shape: that of the model's inputs, in a federation without a preparation: such samples
-    are taken unchanged. Raises DataError.
+    given: the option ``axes``. shape: of the model's inputs, in a federation without a preparation. Raises DataError.
     """
     if given is not None and len(given) != array.ndim:
         raise DataError(f"{called} has shape {array.shape}, but axes={given} names {len(given)} axes; name each once")
@@ -51,18 +50,18 @@ def axes_of(
 
 
 def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether two shapes differ in axes of length 1 alone."""
+    """Return whether two shapes differ only in axes of length 1."""
     return [length for length in one if length != 1] == [length for length in other if length != 1]
 
 
 def _question(array: NDArray[Any]) -> str:
     if array.ndim == 3:
-        return "say what its axes are: axes=NCT (channels, then time), axes=NTC (time, then channels) or axes=NHW"
+        return "name its axes: axes=NCT (channels, then time), axes=NTC (time, then channels) or axes=NHW"
     if array.ndim == 4 and array.shape[3] in _PLANES:
-        return "say what its axes are: axes=NHWC for images with the channels last, or axes=NCHW"
+        return "name its axes: axes=NHWC for images with the channels last, or axes=NCHW"
     if array.ndim == 4:
-        return "say what its axes are: axes=NCHW for images with the channels first, or axes=NHWC"
-    return "say what its axes are, N (samples) first, as in axes=NTCHW (time, channels, height, width)"
+        return "name its axes: axes=NCHW for images with the channels first, or axes=NHWC"
+    return "name its axes, N (samples) first, as in axes=NTCHW (time, channels, height, width)"
 
 
 def _of_federation(
@@ -82,7 +81,7 @@ def _of_federation(
     if not _fits(array.shape[1:], preparation):
         swap = ""
         if array.ndim > 2 and sorted(array.shape[1:]) == sorted(preparation.shape):
-            swap = "; its axes seem to be in another order, transpose it with numpy.transpose"
+            swap = "; its axes seem to be in another order: transpose it with numpy.transpose"
         raise DataError(
             f"{called} has samples of shape {array.shape[1:]}, the federation's have {preparation.shape}{wanted}{swap}"
         )
@@ -92,7 +91,7 @@ def _of_federation(
 
 
 def _fits(shape: tuple[int, ...], preparation: Preparation) -> bool:
-    """Return whether samples have the federation's shape, free axes being at most as long."""
+    """Return whether samples have the federation's shape; free axes may be shorter."""
     return len(shape) == len(preparation.shape) and all(
         length == wanted or (axis in preparation.free and length < wanted)
         for axis, (length, wanted) in enumerate(zip(shape, preparation.shape, strict=True))

@@ -1,4 +1,4 @@
-"""Names in a table's columns to indices."""
+"""Names in a table's columns, converted to indices."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sparrow.protocol.preparation import MOST_CATEGORIES, UNKNOWN
 from .numbers import is_missing
 from .samples import class_order, plural, some
 
+# Most names of a column that counts as categories without an option; also at most a fifth of the rows.
 FEW = 50
-"""Names of a column that is taken for categories without an option; and at most a fifth of the rows."""
 
 _TRUTHS = frozenset(("true", "false"))
 
 
 @dataclass
 class Names:
-    """Texts of a column, stripped, by number in the order of their first row."""
+    """Stripped texts of a column, numbered in the order of their first row."""
 
     found: dict[str, int] = field(default_factory=dict)
     firsts: list[int] = field(default_factory=list)
@@ -46,14 +46,14 @@ class Names:
         return np.array(list(self.found), np.str_)[self.codes()]
 
     def values(self) -> list[str]:
-        """Return the different texts that are not missing, of which true and false are one in any case."""
+        """Return the distinct texts that are not missing; case does not count for true and false."""
         names = [name for name in self.found if not is_missing(name)]
         if all(name.casefold() in _TRUTHS for name in names):
             return list(dict.fromkeys(name.casefold() for name in names))
         return names
 
     def too_many(self, rows: int, *, asked: bool) -> str | None:
-        """Return why these are no categories of a column of ``rows``, None if they are. asked: by an option."""
+        """Return why these are not categories of a column of ``rows``, if so. asked: by an option."""
         names = self.values()
         long = next((name for name in names if len(name) > 200 or "\0" in name), None)
         if long is not None:
@@ -67,10 +67,7 @@ class Names:
         return None
 
     def indices(self, known: tuple[str, ...]) -> tuple[NDArray[np.float32], str | None]:
-        """Return each row's index among the ``known`` names, -1 for others, and a remark on unknown ones.
-
-        Missing ones are unknown too.
-        """
+        """Return each row's index among the ``known`` names (-1: unknown or missing), and a remark on unknown ones."""
         place = {name: index for index, name in enumerate(known)}
         table = np.array([_index(text, place) for text in self.found], np.float32)
         codes = self.codes()
@@ -82,7 +79,7 @@ class Names:
         return table[codes], some(f"{names[number]} ({times:,} times)" for number, times in count.most_common())
 
     def missing(self, known: tuple[str, ...]) -> int:
-        """Return the number of rows without a name; one of the ``known`` names is one, whatever it is."""
+        """Return the number of rows without a name; the ``known`` names never count as missing."""
         codes = [number for text, number in self.found.items() if is_missing(text) and text not in known]
         return int(np.isin(self.codes(), codes).sum())
 

@@ -19,10 +19,9 @@ from .errors import DataError
 class Decoded(Sequence[NDArray[Any]]):
     """Samples that are decoded when they are taken.
 
-    places: the argument of ``decode`` for each sample; it names the file in messages. decode: returns one sample,
-    C-contiguous; raises DataError, naming the file. dtype: of all samples. shape: the largest length of each axis.
-    free: axes whose length varies. digest: SHA-256 over names, sizes and time stamps of the files, and the options that
-    change samples; the same files give the same.
+    places: the argument of ``decode`` for each sample; its text names the file. decode: returns one sample,
+    C-contiguous; raises DataError. dtype: of all samples. shape: largest length of each axis. free: axes of varying
+    length. digest: SHA-256 over names, sizes and time stamps of the files, and the options that change samples.
     """
 
     places: tuple[Any, ...]
@@ -50,7 +49,7 @@ class Decoded(Sequence[NDArray[Any]]):
         return sample
 
     def take(self, chosen: NDArray[Any]) -> Decoded:
-        """Return the samples at these positions, or where a mask is True; shape and free axes stay."""
+        """Return the samples at these positions, or of a mask, with the same shape and free axes."""
         positions = np.arange(len(self))[chosen]
         digest = hashlib.sha256(self.digest.encode() + positions.astype("<i8").tobytes()).hexdigest()
         return replace(self, places=tuple(self.places[place] for place in positions.tolist()), digest=digest)
@@ -78,15 +77,14 @@ def _join(parts: Sequence[Decoded]) -> Decoded:
     )
 
 
-def fingerprint(what: str, paths: Iterable[Path], *more: object) -> str:
-    """Return SHA-256 over names, sizes and time stamps of files, and ``more``, in hexadecimal. Raises DataError if one
-    is gone."""
-    digest = hashlib.sha256(repr((what, more)).encode())
+def fingerprint(kind: str, paths: Iterable[Path], *more: object) -> str:
+    """Return the SHA-256 of names, sizes and time stamps of files, and ``more``. Raises DataError if one is missing."""
+    digest = hashlib.sha256(repr((kind, more)).encode())
     for path in paths:
         try:
             stat = path.stat()
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
-        # of whole paths: files of several devices may share names, sizes and the time stamps of an archive
+        # Whole paths: files of several devices may share names, sizes and the time stamps of an archive.
         digest.update(f"|{os.path.abspath(path)}|{stat.st_size}|{stat.st_mtime_ns}".encode(errors="surrogateescape"))
     return digest.hexdigest()

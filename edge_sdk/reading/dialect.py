@@ -1,4 +1,4 @@
-"""How a text table is written: its encoding, delimiter and decimal sign, found in its first bytes and lines."""
+"""Encoding, delimiter and decimal sign of a text table, detected from its first bytes and lines."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .numbers import is_decimal, is_grouped, is_missing, number
 from .options import DELIMITERS, ReadOptions
 from .roles import find
 
+# Rows in memory as Python strings.
 BLOCK = 1_024
-"""Rows in memory as Python strings."""
 
+# Lines used to detect delimiter and decimal sign.
 SAMPLE = 1_000
-"""Lines by which delimiter and decimal sign are found."""
 
 _BINARY = {
     b"PK\x03\x04": "a zip archive or spreadsheet (.xlsx, .ods); save the sheet as CSV, or unpack it",
@@ -60,7 +60,7 @@ _NAMES = {sign: name for name, sign in DELIMITERS.items()}
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that follow each other: their lines in the file, and their cells by column: texts, or numbers (float64)."""
+    """Consecutive rows: their lines in the file, and their cells by column, as texts or float64."""
 
     lines: NDArray[np.int64]
     columns: Sequence[Any]
@@ -68,10 +68,10 @@ class Block:
 
 @dataclass(frozen=True)
 class TextTable:
-    """A text file with a header, read in blocks as often as wanted.
+    """A text file with a header, read in blocks as often as needed.
 
-    unit: how messages call the position of a row. before: lines above the header, such as Excel's ``sep=;``. said: the
-    dialect, if it is not a comma, a point and UTF-8.
+    unit: the word for a row's position in messages. before: lines above the header, such as Excel's ``sep=;``. said:
+    remarks on an unusual dialect.
     """
 
     path: Path
@@ -86,7 +86,7 @@ class TextTable:
     unit: str = field(default="line", init=False)
 
     def blocks(self, used: Set[int], texts: Set[int] = frozenset(), times: Set[int] = frozenset()) -> Iterator[Block]:
-        """Yield the rows below the header, of all columns as text. Raises DataError for a row of other length."""
+        """Yield the rows below the header, all columns as text. Raises DataError for a row of another length."""
         with _opened(self.path, self.source, self.encoding) as text:
             rows = _records(_lines(text, self.delimiter), self.delimiter, self.source)
             for _ in range(self.before + 1 + self.skip):
@@ -103,7 +103,7 @@ class TextTable:
 
 
 def open_text(path: Path, source: str, options: ReadOptions) -> TextTable:
-    """Return the table at ``path``, its dialect found or as the options say. Raises DataError."""
+    """Return the table at ``path``, with its dialect detected or taken from the options. Raises DataError."""
     said = []
     encoding = options.encoding or _encoding(path, source)
     if encoding == "cp1252" and options.encoding is None:
@@ -129,7 +129,7 @@ def open_text(path: Path, source: str, options: ReadOptions) -> TextTable:
 
 @contextmanager
 def _opened(path: Path, source: str, encoding: str) -> Iterator[IO[str]]:
-    """Open a file's text, unpacked if it is gzipped; errors of reading become a DataError."""
+    """Open a file's text, unpacked if it is gzipped; reading errors become a DataError."""
     try:
         with io.TextIOWrapper(open_bytes(path), encoding=encoding, newline="") as text:
             yield text
@@ -143,7 +143,7 @@ def _opened(path: Path, source: str, encoding: str) -> Iterator[IO[str]]:
 
 
 def _unreadable(source: str, error: BaseException) -> DataError:
-    return DataError(f"{source}: cannot be read ({error}); fetch or write it anew")
+    return DataError(f"{source}: cannot be read ({error}); download or write it again")
 
 
 def open_bytes(path: Path) -> BinaryIO:
@@ -157,9 +157,9 @@ def _encoding(path: Path, source: str) -> str:
     try:
         with open_bytes(path) as file:
             start = file.read(1 << 16)
-            for magic, what in _BINARY.items():
+            for magic, kind in _BINARY.items():
                 if start.startswith(magic):
-                    raise DataError(f"{source}: is {what}")
+                    raise DataError(f"{source}: is {kind}")
             for bom, name in _BOMS.items():
                 if start.startswith(bom):
                     return name
@@ -178,8 +178,9 @@ def _encoding(path: Path, source: str) -> str:
 
 
 def _wide(source: str, start: bytes) -> str:
-    """Return the kind of UTF-16 of a text whose Latin letters have a zero byte each."""
-    even, odd = start[::2].count(0), start[1::2].count(0)
+    """Return the byte order of UTF-16 text, whose Latin letters have a zero byte each."""
+    even = start[::2].count(0)
+    odd = start[1::2].count(0)
     half = len(start) // 4
     if odd > half and even < odd / 10:
         return "utf-16-le"
@@ -215,8 +216,9 @@ def _records(
 
 
 def _delimiter(lines: list[str]) -> str:
-    """Return the delimiter that splits most lines alike, and into most cells."""
-    best, score = ",", (0.0, 0)
+    """Return the delimiter that gives most lines the same number of cells, and the most cells."""
+    best = ","
+    score = (0.0, 0)
     for delimiter in (",", ";", "\t", "|"):
         try:
             counts = [len(row) for row in csv.reader(lines, delimiter=delimiter, skipinitialspace=True) if row]
@@ -226,7 +228,8 @@ def _delimiter(lines: list[str]) -> str:
             continue
         alike = sum(count == counts[0] for count in counts) / len(counts)
         if (alike, counts[0]) > score:
-            best, score = delimiter, (alike, counts[0])
+            best = delimiter
+            score = (alike, counts[0])
     return best
 
 
@@ -234,8 +237,7 @@ def _check_header(source: str, records: list[tuple[int, list[str]]], names: tupl
     given = [name for name in names if name]
     if given and all(number(name) is not None or is_decimal(name, ",") for name in given):
         raise DataError(
-            f"{source}: the first line holds numbers ({', '.join(given[:4])}); write a first line with the columns' "
-            "names"
+            f"{source}: the first line holds numbers ({', '.join(given[:4])}); add a first line with the columns' names"
         )
     if len(names) == 1 and any(len(row) > 1 for _, row in records[1:]):
         raise DataError(
@@ -258,7 +260,7 @@ def _decimal(
     delimiter: str,
     options: ReadOptions,
 ) -> str:
-    """Return the decimal sign of the first rows' numbers. Raises DataError if some have a point, others a comma."""
+    """Return the decimal sign of the first rows' numbers. Raises DataError if points and commas are mixed."""
     if delimiter == ",":
         return "."
     dropped = {find(name, names) for name in options.drop}
@@ -291,7 +293,7 @@ def _decimal(
 
 
 def explain(text: str, decimal: str, delimiter: str) -> str:
-    """Return what to do about a cell that is not a number but looks like one; nothing if it does not."""
+    """Return advice on a cell that looks like a number but is not one, else ""."""
     if is_missing(text):
         return ""
     if decimal == "." and is_decimal(text, ",") and not is_grouped(text):

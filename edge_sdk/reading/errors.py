@@ -1,4 +1,4 @@
-"""The errors of data that a user named."""
+"""Errors in the user's data."""
 
 from sparrow.command_line.exits import Exit
 from sparrow.protocol.errors import SdkError
@@ -6,18 +6,18 @@ from sparrow.protocol.failures import Failure
 
 
 class DataError(SdkError):
-    """The data that the user named cannot be used; the text names the fault and a remedy."""
+    """Raised if the user's data cannot be used; the text names the fault and a remedy."""
 
     failure = Failure("data-unusable")
 
 
 class BadOption(DataError):
-    """An option of the data cannot work, whatever the data are."""
+    """Raised for an option of the data that is wrong for any data."""
 
     exit_code = Exit.USAGE
 
 
 class NoData(DataError):
-    """There is no such file or folder."""
+    """Raised for a missing file or folder."""
 
     exit_code = Exit.NOT_FOUND

@@ -1,4 +1,4 @@
-"""A data file or folder to raw samples, whatever its format: its content decides, not its name."""
+"""Data files and folders to raw samples; the format follows from the content, not from the name."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ def read_file(
     shape: tuple[int, ...] | None = None,
     labelled: bool = True,
 ) -> dict[str, Raw]:
-    """Return the samples of a file or folder by use: all as ``""``, or train and perhaps val, test and public.
+    """Return the samples of a file or folder by use: all as ``""``, or train and optionally val, test and public.
 
-    preparation, targets: the federation's; then columns are matched by name, and samples and labels must be of its
-    kind. shape: that of the model's inputs, in a federation without a preparation. labelled: whether labels are needed;
-    if not, they are left out, and a single picture or sound, or a folder of them, can be read. Raises DataError, and
-    MissingPart if a package that reads such files is not installed.
+    preparation, targets: the federation's, by which columns and labels are matched. shape: of the model's inputs, in a
+    federation without a preparation. labelled: whether labels are needed; otherwise they are left out, and a single
+    picture or sound can be read. Raises DataError, and MissingPart if a package for the format is not installed.
     """
     wanted = Wanted(preparation, targets, shape, labelled)
     place = Path(path).expanduser()
@@ -65,12 +64,12 @@ def _read(table: Table, options: ReadOptions, wanted: Wanted) -> Raw:
         return read_listed(table, files, options, wanted)
     if options.time is not None and options.window is None and preparation is None:
         raise DataError(
-            f"{table.source}: time={options.time} is of recordings; say how to cut them, as in window=2.56s"
+            f"{table.source}: time={options.time} needs the length of the windows; add it, as in window=2.56s"
         )
     if is_recordings(options, preparation):
         return read_recordings(table, options, wanted)
     if preparation is not None and preparation.reader in ("images", "audio"):
-        raise other_reader(table.source, "is a table that lists no such files", preparation)
+        raise other_reader(table.source, "is a table that does not list such files", preparation)
     options.refuse(table.source, "is a table of rows", "rate", "window", "step", "time", "unreadable")
     raw = read_table(table, options, wanted).raw
     timed = next((column.name for column in raw.columns if is_time(column.name)), None)

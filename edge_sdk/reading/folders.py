@@ -1,10 +1,8 @@
-"""Folders of pictures or sounds to listings.
+"""Folders of pictures or sounds to listings; hidden and system files are ignored.
 
-    ROOT/CLASS/FILE                    a folder for each class
-    ROOT/train/CLASS/FILE              the same with parts; val and test beside train
-    ROOT/FILE                          if labels are not wanted
-
-Hidden files, and those that systems leave behind, are no samples.
+ROOT/CLASS/FILE                    a folder for each class
+ROOT/train/CLASS/FILE              the same with parts; val and test beside train
+ROOT/FILE                          without labels
 """
 
 from __future__ import annotations
@@ -26,9 +24,7 @@ USES = ("train", "val", "test")
 
 _JUNK = frozenset(("thumbs.db", "desktop.ini", "__macosx", "__pycache__"))
 
-_WANTED = (
-    "a folder for each class is wanted, as in {0}/CLASS/FILE, or {0}/train/CLASS/FILE with val and test beside train"
-)
+_WANTED = "give a folder for each class, as in {0}/CLASS/FILE, or {0}/train/CLASS/FILE with val and test beside train"
 
 _UNUSED = ("label", "drop", "missing", "decimal", "delimiter", "encoding", "axes", "skip", "categories", "time")
 
@@ -62,10 +58,10 @@ def read_folder(root: Path, options: ReadOptions, wanted: Wanted) -> dict[str, R
 
 
 def read_single(path: Path, medium: Medium, options: ReadOptions, wanted: Wanted) -> Raw:
-    """Return one picture or sound as a sample without a label. Raises DataError."""
+    """Return one picture or sound as an unlabelled sample. Raises DataError."""
     if wanted.labelled:
         raise DataError(
-            f"{path}: is one {medium} and says no class; give its folder's parent, with a folder for each class, or a "
+            f"{path}: is one {medium} without a class; give its parent folder, with a folder for each class, or a "
             "table with the columns file and label"
         )
     options.refuse(str(path), f"is a {medium}", *_UNUSED)
@@ -95,17 +91,17 @@ def _found(root: Path, labelled: bool, said: list[str]) -> list[_File]:
             if not used:
                 empty.append(str(folder.relative_to(root)))
     if not found:
-        raise DataError(_nothing(root, folders, [*ignored, *beside], nested))
+        raise DataError(_no_media(root, folders, [*ignored, *beside], nested))
     if beside:
         were = "was" if len(beside) == 1 else "were"
         said.append(f"{plural(len(beside), 'file')} beside the folders of classes {were} left out: {counted(beside)}")
     if ignored:
-        were = "is" if len(ignored) == 1 else "are"
-        said.append(f"{plural(len(ignored), 'file')} {were} no pictures or sounds and left out: {counted(ignored)}")
+        were = "is not a picture or sound and was" if len(ignored) == 1 else "are not pictures or sounds and were"
+        said.append(f"{plural(len(ignored), 'file')} {were} left out: {counted(ignored)}")
     if nested:
         said.append(f"{plural(len(nested), 'folder')} within folders of classes left out: {some(nested, 3)}")
     if empty:
-        said.append(f"without a file that is read, so no class: {some(empty)}")
+        said.append(f"folders without readable files, not used as classes: {some(empty)}")
     return found
 
 
@@ -119,18 +115,18 @@ def _media(paths: list[Path], use: str, label: str) -> tuple[list[_File], list[P
 def _flat(root: Path, files: list[Path], labelled: bool, said: list[str]) -> list[_File]:
     found, ignored = _media(files, "", "")
     if not found:
-        raise DataError(_nothing(root, [], files, []))
+        raise DataError(_no_media(root, [], files, []))
     if labelled:
         raise DataError(
-            f"{root}: holds {plural(len(found), 'file')} and no folders; {_WANTED.format(root)}; or list the files in "
-            "a table with the columns file and label, and name that"
+            f"{root}: holds {plural(len(found), 'file')} and no folders; {_WANTED.format(root)}; or give a table that "
+            "lists the files, with the columns file and label"
         )
     if ignored:
         said.append(f"{plural(len(ignored), 'file')} left out: {counted(ignored)}")
     return found
 
 
-def _nothing(root: Path, folders: list[Path], files: list[Path], nested: list[Path]) -> str:
+def _no_media(root: Path, folders: list[Path], files: list[Path], nested: list[Path]) -> str:
     if nested:
         return f"{root}: {folders[0].name} holds only folders, such as {nested[0].name}; {_WANTED.format(root)}"
     held = [plural(len(folders), "folder")] if folders else []
@@ -139,7 +135,7 @@ def _nothing(root: Path, folders: list[Path], files: list[Path], nested: list[Pa
 
 
 def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return folders and files in order of name, but none that are hidden or left by systems."""
+    """Return folders and files by name, without hidden and system files."""
     try:
         shown = sorted(
             (path for path in folder.iterdir() if not path.name.startswith(".") and path.name.lower() not in _JUNK),
@@ -152,18 +148,18 @@ def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _parts(root: Path, folders: list[Path], labelled: bool) -> dict[str, Path]:
-    """Return the folders above those of classes, by use. Raises DataError."""
+    """Return the parent folders of class folders, by use. Raises DataError."""
     uses = {folder.name.lower(): folder for folder in folders if folder.name.lower() in USES and _entries(folder)[0]}
     if not uses:
         return {"": root}
     others = [folder.name for folder in folders if folder not in uses.values()]
     if others:
         raise DataError(
-            f"{root}: {some(uses.values())} holds folders of classes, but {some(others)} stands beside it; the parts "
-            "are called train, val and test: rename or remove it"
+            f"{root}: {some(uses.values())} holds folders of classes, but {some(others)} is beside it; name parts "
+            "train, val and test: rename or remove it"
         )
     if "train" not in uses and labelled:
-        raise DataError(f"{root}: has {some(uses)}, but no train; add it, or name one of them")
+        raise DataError(f"{root}: has {some(uses)}, but no train; add it, or rename one of them")
     return {use: uses[use] for use in USES if use in uses}
 
 
@@ -174,7 +170,7 @@ def _medium(root: Path, found: list[_File]) -> Medium:
             f"{plural(count, medium)}, such as {next(f.path.relative_to(root) for f in found if f.medium == medium)}"
             for medium, count in sorted(counts.items())
         ]
-        raise DataError(f"{root}: holds {' and '.join(examples)}; put them into folders of their own")
+        raise DataError(f"{root}: holds {' and '.join(examples)}; put them into separate folders")
     return found[0].medium
 
 

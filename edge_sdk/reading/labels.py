@@ -1,8 +1,7 @@
-"""Labels to classes or numbers: one rule for tables and npz files.
+"""Labels of tables and npz files to classes or numbers.
 
-Labels are names: text, and integers by their digits. If every label is a number and at least one is written with a
-decimal sign or exponent, or stored as a float, they are the numbers of a regression. The option ``target`` and a
-federation's targets decide otherwise.
+Labels are class names: text, and integers as digits. If all labels are numbers and one has a decimal sign or exponent,
+or a float type, they are the numbers of a regression. The option ``target`` and the federation's targets override this.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from .errors import BadOption, DataError
 from .numbers import LARGEST, is_missing, number, numbers
 from .samples import Kind, is_integer, some
 
+# Most classes without target=class.
 MOST_GUESSED = 1_000
-"""Classes, unless target=class says that they are."""
 
+# From this many rows on, mostly distinct integers may be numbers, so the kind must be given.
 FEW_ROWS = 20
-"""From this many on, integers of which most are different are taken for numbers, and the kind is asked for."""
 
 Cell = tuple[int, str]
 """Position of a sample, and its text."""
@@ -34,11 +33,10 @@ Cell = tuple[int, str]
 
 @dataclass
 class Labels:
-    """Labels of all samples, as met.
+    """Labels of all samples.
 
-    named: as names, and values: as numbers, NaN for none; either stops to grow as soon as labels cannot be that kind.
-    text: the first that is neither a number nor a mark of a missing one. decimals: whether a number is written as a
-    float.
+    named, values: as names and as numbers (NaN: not a number); each stops growing once labels cannot be of that kind.
+    text: the first label that is neither a number nor missing. decimals: whether a number is written as a float.
     """
 
     decimal: str = "."
@@ -58,7 +56,8 @@ class Labels:
             self.stripped = next(text for text, short in zip(cells, clean, strict=True) if text != short)
         if self.text is None:
             self._add_numbers(clean, start)
-        if len(self.named.found) <= MOST_CLASSES + 1:  # an empty one is no class
+        # An empty label is not a class.
+        if len(self.named.found) <= MOST_CLASSES + 1:
             self.named.add(clean, np.arange(start, self.count))
 
     def _add_numbers(self, cells: list[str], start: int) -> None:
@@ -80,7 +79,7 @@ def _numeric(cells: Sequence[str], decimal: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Decided:
-    """labels: names or float32 numbers [N]; missing: which have none, [N], or None if all have one."""
+    """labels: names or float32 numbers [N]. missing: samples without a label [N], None if all have one."""
 
     labels: NDArray[Any]
     kind: Kind
@@ -90,10 +89,9 @@ class Decided:
 
 @dataclass(frozen=True)
 class Question:
-    """How labels are to be read, and how messages call them.
+    """The kind of labels wanted, and their position in messages.
 
-    at: a sample's position in words. declared: classes that the file declares. drop: samples without a label are left
-    out.
+    at: a sample's position in words. declared: classes that the file declares. drop: leave out samples without a label.
     """
 
     source: str
@@ -104,7 +102,7 @@ class Question:
     drop: bool = False
 
     def wanted(self) -> Kind | None:
-        """Return the kind that the federation or an option asks for. Raises BadOption if they disagree."""
+        """Return the kind that the federation or an option requires. Raises BadOption if they differ."""
         asked: Kind | None = None if self.target is None else "classes" if self.target == "class" else "numbers"
         if self.targets is None:
             return asked
@@ -120,7 +118,7 @@ def decide(found: Labels, question: Question) -> Decided:
     wanted = question.wanted()
     said = []
     if found.stripped is not None:
-        said.append(f"blanks around labels were left out: {found.stripped!r} was read as {found.stripped.strip()!r}")
+        said.append(f"blanks around labels were removed: {found.stripped!r} was read as {found.stripped.strip()!r}")
     if wanted is None:
         numeric = found.text is None and found.decimals and not question.declared
         wanted = "numbers" if numeric else "classes"
@@ -134,8 +132,8 @@ def decide(found: Labels, question: Question) -> Decided:
 def _as_numbers(found: Labels, question: Question) -> tuple[NDArray[np.float32], NDArray[np.bool_] | None]:
     if found.text is not None:
         place, text = found.text
-        help_ = "the federation predicts numbers" if question.targets else "leave target=number out for classes"
-        raise DataError(f"{question.source}: {question.at(place)}: the label {text!r} is not a number; {help_}")
+        advice = "the federation predicts numbers" if question.targets else "for classes, leave target=number out"
+        raise DataError(f"{question.source}: {question.at(place)}: the label {text!r} is not a number; {advice}")
     values = np.concatenate(found.values)
     wrong = np.abs(values) > LARGEST
     if wrong.any():
@@ -164,7 +162,8 @@ def _as_classes(
     known = (question.targets.names if question.targets else ()) or question.declared
     asked = question.target is not None or question.targets is not None or bool(known)
     _check_number_of_classes(found, question, asked=asked)
-    codes, written = found.named.codes(), list(found.named.found)
+    codes = found.named.codes()
+    written = list(found.named.found)
     names = written
     if found.text is None and found.decimals:
         names = [
@@ -176,8 +175,8 @@ def _as_classes(
     for text, place in zip(names, found.named.firsts, strict=True):
         if len(text) > 200 or "\0" in text:
             raise DataError(
-                f"{question.source}: {question.at(place)}: the label {text[:40]!r}... is no name of a class, it has "
-                f"{len(text)} characters; at most 200 are allowed"
+                f"{question.source}: {question.at(place)}: the label {text[:40]!r}... is not a class name: it has "
+                f"{len(text)} characters, at most 200 are allowed"
             )
     empty = found.named.found.get("")
     missing = None if empty is None else _missing(codes == empty, question)
@@ -185,7 +184,7 @@ def _as_classes(
 
 
 def _check_number_of_classes(found: Labels, question: Question, *, asked: bool) -> None:
-    """Refuse labels that are too many, or that may be numbers. asked: they are said to be classes."""
+    """Refuse too many classes, or labels that may be numbers. asked: they must be classes."""
     limit = MOST_CLASSES if asked else MOST_GUESSED
     texts = [text for text in found.named.found if text]
     if len(texts) > limit:
@@ -200,11 +199,12 @@ def _check_number_of_classes(found: Labels, question: Question, *, asked: bool) 
 
 
 def _whole(text: str, place: int, known: Sequence[str], found: Labels, question: Question) -> str:
-    """Return a class's name: ``1`` for ``1.0``, unless the class is called 1.0."""
+    """Return a class's name: ``1`` for ``1.0``, unless a class is named 1.0."""
     value = number(text, found.decimal)
     if text in known or value is None or math.isnan(value) or is_integer(text):
         return text
-    if not value.is_integer():  # neither is inf
-        asks = "the federation's labels are classes" if question.targets else "leave target=class out for numbers"
-        raise DataError(f"{question.source}: {question.at(place)}: the label {text} is a fraction, no class; {asks}")
+    # Infinity is not an integer either.
+    if not value.is_integer():
+        asks = "the federation's labels are classes" if question.targets else "for numbers, leave target=class out"
+        raise DataError(f"{question.source}: {question.at(place)}: the label {text} is a fraction, not a class; {asks}")
     return str(int(value))

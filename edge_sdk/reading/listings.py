@@ -1,4 +1,4 @@
-"""Tables that list pictures or sounds: a column of files, of labels, and perhaps of people, beginnings and ends."""
+"""Tables that list pictures or sounds: columns of files and labels, optionally of people, starts and ends."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ from .roles import find_label, find_person, folded
 from .samples import Raw, plural, some
 from .tables import Table, question_of
 
+# Names of the column of files, in any case.
 FILES = ("file", "path", "filename", "wav", "image")
-"""Names of the column of files, in any case."""
 
 SPAN = ("start", "end")
 
 
 def files_column(table: Table, options: ReadOptions, *, measured: bool) -> int | None:
-    """Return the position of a column of pictures or sounds; None if there is none.
-
-    measured: the federation's tables hold measurements.
-    """
+    """Return the position of a column of pictures or sounds. measured: the federation's tables are measurements."""
     if measured or options.time is not None:
         return None
     for place, name in enumerate(table.names):
@@ -87,7 +84,7 @@ def read_listed(table: Table, place: int, options: ReadOptions, wanted: Wanted) 
 
 
 def _said_of_columns(table: Table, used: Sequence[int], unused: int | None, options: ReadOptions) -> Iterator[str]:
-    """Yield which columns are left out. unused: that of labels which are not wanted."""
+    """Yield a remark on unused columns. unused: labels that are not wanted."""
     if unused is not None:
         yield f"the column {table.names[unused]} holds labels and was left out"
     further = [name for place, name in enumerate(table.names) if place not in used and name not in options.drop]
@@ -96,7 +93,7 @@ def _said_of_columns(table: Table, used: Sequence[int], unused: int | None, opti
 
 
 def _span_columns(table: Table, free: Sequence[int]) -> list[int]:
-    """Return the places of the columns that say which part of a sound a row is of: start and end, or none."""
+    """Return the positions of the columns start and end of a part of a sound, or []."""
     names = table.names
     span = [other for key in SPAN for other in free if folded(names[other]) == key]
     if len(span) == 1:
@@ -105,34 +102,34 @@ def _span_columns(table: Table, free: Sequence[int]) -> list[int]:
 
 
 def _medium_of(source: str, files: Sequence[str], *, parts: bool) -> Medium:
-    """Return what the listed files are. parts: rows are of parts of them."""
+    """Return the medium of the listed files. parts: rows are parts of files."""
     media = {medium_named(name) for name in files}
     if len(media) > 1:
         raise DataError(f"{source}: lists pictures and sounds; write a table for each")
     medium = media.pop()
-    assert medium is not None, "files_column has looked"
+    assert medium is not None, "checked by files_column"
     if parts and medium == "picture":
-        raise DataError(f"{source}: start and end are of sounds, but it lists pictures; leave them out: drop=start+end")
+        raise DataError(f"{source}: start and end need sounds, but it lists pictures; leave them out: drop=start+end")
     return medium
 
 
 def _paths_of(table: Table, place: int, files: Sequence[str], lines: NDArray[np.int64], *, parts: bool) -> list[Path]:
-    """Return where the listed files are. Raises DataError for one that is missing, or is listed twice as a whole."""
+    """Return the paths of the listed files. Raises DataError for a missing file, or a whole file listed twice."""
     where = f"column {table.names[place]}"
     paths = [table.path.parent / name.replace("\\", "/") for name in files]
-    # Once for each file, of which there may be many parts.
+    # Once per file, which may have many parts.
     there = {path: path.is_file() for path in set(paths)}
     lost = [number for number, path in enumerate(paths) if not there[path]]
     if lost:
         raise DataError(
-            f"{table.source}: {table.unit} {lines[lost[0]]}, {where}: there is no file {files[lost[0]]} in "
+            f"{table.source}: {table.unit} {lines[lost[0]]}, {where}: the file {files[lost[0]]} is missing in "
             f"{table.path.parent} ({len(lost):,} missing in all); correct the name"
         )
     if not parts and len(there) < len(paths):
         twice = next(row for row, path in enumerate(paths) if path in paths[:row])
         raise DataError(
             f"{table.source}: {table.unit} {lines[twice]}, {where}: {files[twice]} is listed again; list "
-            "a file once, or say which part of it each row is of, in seconds: columns start and end"
+            "a file once, or add columns start and end, in seconds, for the part of it in each row"
         )
     return paths
 
@@ -151,8 +148,8 @@ def _people(table: Table, person: int, cells: list[str], lines: NDArray[np.int64
     names = [cell.strip() for cell in cells]
     if "" in names:
         raise DataError(
-            f"{table.source}: {table.unit} {lines[names.index('')]}, column {table.names[person]}: it is not said who "
-            f"made the sample; add it, or leave the column out: drop={table.names[person]}"
+            f"{table.source}: {table.unit} {lines[names.index('')]}, column {table.names[person]}: the person is "
+            f"missing; add it, or leave the column out: drop={table.names[person]}"
         )
     return np.array(names, np.str_)
 
@@ -166,7 +163,7 @@ def _span(
         value = number(text, table.decimal)
         if value is None or not math.isfinite(value) or value < 0:
             raise DataError(
-                f"{table.source}: {table.unit} {lines[row]}, column {table.names[place]}: {text!r} is no time in "
+                f"{table.source}: {table.unit} {lines[row]}, column {table.names[place]}: {text!r} is not a time in "
                 "seconds; correct it"
             )
         values.append(value)

@@ -1,4 +1,4 @@
-"""Each file of many is looked at once, so that a broken one is found before training."""
+"""A check of each file before training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .samples import plural
 def look_at_each(
     paths: Sequence[Path], look: Callable[[Path], None], thing: str, options: ReadOptions
 ) -> tuple[NDArray[np.intp], list[str]]:
-    """Call ``look`` with each file. Return the positions of those that can be read, and remarks.
+    """Call ``look`` with each file; return the positions of readable ones, and remarks.
 
-    Raises DataError of the first that cannot, unless these are to be left out.
+    Raises DataError for the first unreadable file, unless unreadable=skip.
     """
     kept = []
     lost: list[DataError] = []

@@ -1,4 +1,4 @@
-"""Pictures and sounds, however a folder or table lists them, to raw samples."""
+"""Pictures and sounds of a folder or table to raw samples."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _IN_FEDERATION = {
 
 
 def medium_named(name: str) -> Medium | None:
-    """Return what a file's suffix says that it holds."""
+    """Return the medium of a file's suffix, if any."""
     suffix = Path(name).suffix.lower()
     return "picture" if suffix in PICTURES else "sound" if suffix in SOUNDS else None
 
 
 def medium_of(path: Path) -> Medium | None:
-    """Return what a file holds by its suffix, or else by its first bytes; None for neither picture nor sound."""
+    """Return a file's medium by its suffix, or else by its first bytes; None if it is neither picture nor sound."""
     named = medium_named(path.name)
     if named is not None or path.suffix.lower() in (".csv", ".tsv", ".txt", ".npz", ".npy", ".parquet"):
         return named
@@ -62,7 +62,7 @@ def medium_of(path: Path) -> Medium | None:
 
 @dataclass(frozen=True)
 class Listing:
-    """Files in order. labels, kind, people, label: as ``Raw`` has them; spans: as ``read_sounds``."""
+    """Files in order. labels, kind, people, label: as in ``Raw``; spans: as in ``read_sounds``."""
 
     source: str
     medium: Medium
@@ -76,7 +76,7 @@ class Listing:
 
 
 def read_listing(listing: Listing, options: ReadOptions, preparation: Preparation | None) -> tuple[Raw, NDArray[Any]]:
-    """Return the samples of the files, and of each sample the position of its file. Raises DataError."""
+    """Return the samples of the files, and each sample's position among the files. Raises DataError."""
     reader = _reader(listing, options, preparation)
     rate: float | None = None
     step: float | None = None
@@ -88,8 +88,12 @@ def read_listing(listing: Listing, options: ReadOptions, preparation: Preparatio
         said = tuple(remarks)
     else:
         found = read_sounds(listing.source, listing.paths, listing.spans, listing.labels, options, preparation)
-        inputs, places, said = found.samples, found.positions, found.said
-        rate, step, runs = found.rate, found.step, found.runs
+        inputs = found.samples
+        places = found.positions
+        said = found.said
+        rate = found.rate
+        step = found.step
+        runs = found.runs
     raw = Raw(
         source=listing.source,
         inputs=inputs,
@@ -108,7 +112,7 @@ def read_listing(listing: Listing, options: ReadOptions, preparation: Preparatio
 
 
 def _reader(listing: Listing, options: ReadOptions, preparation: Preparation | None) -> Reader:
-    """Return how the files become samples. Raises DataError if the federation has samples of another kind."""
+    """Return the reader of the files. Raises DataError if the federation has samples of another kind."""
     reader: Reader = "images"
     if listing.medium == "sound":
         reader = "recordings" if is_recordings(options, preparation) else "audio"
@@ -121,7 +125,7 @@ def _reader(listing: Listing, options: ReadOptions, preparation: Preparation | N
 
 
 def other_reader(source: str, found: str, preparation: Preparation) -> DataError:
-    """Return the error that data are of another kind than the federation's samples."""
+    """Return the error for data of another kind than the federation's samples."""
     return DataError(f"{source}: {found}, the federation's samples are {_IN_FEDERATION[preparation.reader]}")
 
 
@@ -137,6 +141,6 @@ def take(raw: Raw, chosen: NDArray[np.intp]) -> Raw:
 
 
 def counted(paths: Iterable[Path]) -> str:
-    """Return files by suffix, as in ``2 .txt, 1 without suffix``."""
+    """Return counts by suffix, as in ``2 .txt, 1 without suffix``."""
     suffixes = Counter(path.suffix.lower() or "without suffix" for path in paths)
     return ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(suffixes.items()))

@@ -1,4 +1,4 @@
-"""Cells of a table to numbers, a column of a block at a time."""
+"""Cells of a table to numbers, one block of a column at a time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+# Cells without a value, in lower case.
 MISSING = frozenset(("", "?", "na", "n/a", "nan", "null", "none", "-"))
-"""Cells without a value, in lower case."""
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -24,7 +24,7 @@ _DECIMAL = {
 
 
 def is_missing(text: str) -> bool:
-    """Return whether a cell says that there is no value."""
+    """Return whether a cell marks a missing value."""
     return text.strip().lower() in MISSING
 
 
@@ -39,12 +39,12 @@ def is_grouped(text: str) -> bool:
 
 
 def looks_like_number(text: str) -> bool:
-    """Return whether a person would read the text as a number, if with another decimal sign or with separators."""
+    """Return whether the text is a number in any notation, with another decimal sign or with separators."""
     return is_grouped(text) or is_decimal(text, ".") or is_decimal(text, ",")
 
 
 def number(text: str, decimal: str = ".") -> float | None:
-    """Return a cell's number, NaN if it is missing, None if it is neither."""
+    """Return a cell's number; NaN if it is missing, None if it is text."""
     if is_missing(text):
         return math.nan
     if "_" in text or (decimal == "," and "." in text):
@@ -56,9 +56,9 @@ def number(text: str, decimal: str = ".") -> float | None:
 
 
 def numbers(cells: Sequence[str], decimal: str = ".") -> tuple[NDArray[np.float64], NDArray[np.bool_] | None]:
-    """Return the cells' numbers, NaN for those that hold none, and which of these are not missing either (None: none).
+    """Return the cells' numbers, NaN for others, and a mask of the texts among those (None without any).
 
-    A block of plain numbers is converted as a whole; only others are looked at cell by cell, each text once.
+    A block of plain numbers is converted as a whole; otherwise each distinct text is converted once.
     """
     try:
         return _plain(cells, decimal), None
@@ -75,7 +75,7 @@ def numbers(cells: Sequence[str], decimal: str = ".") -> tuple[NDArray[np.float6
 
 def _plain(cells: Sequence[str], decimal: str) -> NDArray[np.float64]:
     joined = "\n".join(cells)
-    # Python's float takes 1_000, and "1.234" is no decimal comma
+    # Python's float accepts 1_000, and "1.234" has no decimal comma.
     if "_" in joined or (decimal == "," and "." in joined):
         raise ValueError
     if decimal == ",":

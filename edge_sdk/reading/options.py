@@ -1,18 +1,16 @@
-"""Reading options: the part of ``--data PATH,key=value,...`` that says how a file is written.
+"""Reading options in ``--data PATH,key=value,...``; other entries belong to ``edge_sdk.tasks.dealing``.
 
-    label=NAME         column of the labels            drop=NAME+NAME        columns to leave out
-    target=class       what labels are: class, number  categories=NAME+NAME  columns of names
-    missing=drop       rows without a value: drop, mean
-    decimal=comma      decimal sign: point, comma      delimiter=semicolon   comma, semicolon, tab, pipe, space
-    encoding=cp1252    of a text                       skip=1                lines left out below the header
-    axes=NHWC          axes of an npz file's samples
-    rate=16000         samples per second that sounds and recordings are resampled to
-    window=2.56s       windows of a recording: s, ms, or a number of samples
-    step=1.28s         from window to window, as window; by default half of it
-    time=NAME          column of a recording's times
-    unreadable=skip    leave out pictures and sounds that cannot be read
-
-Other entries belong to the dealing (``edge_sdk.tasks.dealing``).
+label=NAME         column of the labels            drop=NAME+NAME        columns to leave out
+target=class       labels: class, number           categories=NAME+NAME  columns of names
+missing=drop       rows without a value: drop, mean
+decimal=comma      decimal sign: point, comma      delimiter=semicolon   comma, semicolon, tab, pipe, space
+encoding=cp1252    of a text                       skip=1                lines left out below the header
+axes=NHWC          axes of an npz file's samples
+rate=16000         samples per second that sounds and recordings are resampled to
+window=2.56s       windows of a recording: s, ms, or a number of samples
+step=1.28s         from window to window; by default half of it
+time=NAME          column of a recording's times
+unreadable=skip    leave out unreadable pictures and sounds
 """
 
 from __future__ import annotations
@@ -28,21 +26,20 @@ from .errors import BadOption
 
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", "space": " "}
 DECIMALS = {"point": ".", "comma": ","}
+# Samples, channels, height, width, time, features.
 AXES = "NCHWTF"
-"""Samples, channels, height, width, time, features."""
 HIGHEST_RATE = 1_000_000
+# Longest window, in seconds and in samples.
 LONGEST = 86_400
-"""Seconds of a window."""
 MOST_SAMPLES = 10_000_000
-"""Of a window."""
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How a file is written: the options above. Raises BadOption.
+    """The options above. Raises BadOption.
 
-    decimal, delimiter: as the characters; a space stands for any run of blanks. axes: N first. categories: columns that
-    hold names although they look like numbers, or have many. window, step: seconds as float, samples as int.
+    decimal, delimiter: the characters; a space matches any run of blanks. axes: N first. categories: columns of names
+    that look like numbers, or are many. window, step: seconds as float, samples as int.
     """
 
     label: str | None = None
@@ -90,11 +87,11 @@ class ReadOptions:
         if both:
             raise BadOption(f"--data: drop={both[0]} leaves out a column that another option uses; name it once")
 
-    def refuse(self, source: str, what: str, *keys: str) -> None:
-        """Raise BadOption if one of these options is given, which such data do not use."""
+    def refuse(self, source: str, reason: str, *keys: str) -> None:
+        """Raise BadOption if one of these options is given, since such data do not use it."""
         for key in keys:
             if getattr(self, key) not in (None, (), 0):
-                raise BadOption(f"{source}: {what}, so {key}= says nothing here; leave it out")
+                raise BadOption(f"{source}: {reason}, so {key}= has no effect; leave it out")
 
 
 @dataclass(frozen=True)
@@ -133,9 +130,9 @@ _KEY = re.compile(r"\s*[A-Za-z_]+\s*=")
 
 
 def read_options(data: str) -> tuple[str, ReadOptions, str]:
-    """Split ``PATH,key=value,...`` into path, reading options and the other entries, unchanged and in order.
+    """Split ``PATH,key=value,...`` into path ("" if missing), reading options and the other entries in order.
 
-    A path cannot hold a comma; without one it is empty. Raises BadOption.
+    A path cannot contain a comma. Raises BadOption.
     """
     entries = data.split(",")
     path = "" if _KEY.match(entries[0]) else entries.pop(0).strip()
@@ -201,6 +198,7 @@ def _one_of(choices: Mapping[str, str]) -> Callable[[str, str], str]:
     return read
 
 
+# Key -> parser of its text, and an example.
 _READERS: Mapping[str, tuple[Callable[[str, str], Any], str]] = {
     "label": (_text, "activity"),
     "target": (_one_of({"class": "class", "number": "number"}), "number"),
@@ -218,4 +216,3 @@ _READERS: Mapping[str, tuple[Callable[[str, str], Any], str]] = {
     "time": (_text, "timestamp"),
     "unreadable": (_one_of({"skip": "skip"}), "skip"),
 }
-"""Key -> how its text is read, and an example of it."""

@@ -1,4 +1,4 @@
-"""Parquet tables, in blocks of the same form as a text's. pyarrow is imported when one is read."""
+"""Parquet tables, in the same blocks as text tables."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .options import ReadOptions
 Column = NDArray[np.float64] | list[str]
 
 
+# Types of columns that are read, besides times if these are wanted.
 READ = ("integer", "floating", "decimal", "boolean", "string", "large_string", "null")
-"""Types of columns that are read; and times, where they are wanted."""
 
 
 @dataclass(frozen=True)
 class ParquetTable:
-    """A parquet file. Numbers are float64 with NaN for none, other values the texts that a CSV file would hold."""
+    """A parquet file. Numbers are float64 with NaN if missing, other values the texts of a CSV file."""
 
     path: Path
     source: str
@@ -37,10 +37,10 @@ class ParquetTable:
     unit: str = field(default="row", init=False)
 
     def blocks(self, used: Set[int], texts: Set[int] = frozenset(), times: Set[int] = frozenset()) -> Iterator[Block]:
-        """Yield the rows, whose lines are their numbers from 1.
+        """Yield the rows, numbered from 1 as lines.
 
-        used: columns to read, the others are empty. texts: those wanted as text in any case. times: those that may
-        hold dates and times, which become ISO 8601 text.
+        used: columns to read; the others are empty. texts: columns read as text. times: columns that may hold dates and
+        times, which become ISO 8601 text.
         """
         file = _open(self.path, self.source)
         stored = {place: file.schema_arrow.names[place] for place in sorted(used)}
@@ -57,10 +57,12 @@ class ParquetTable:
                 ]
                 left_out = max(0, self.skip - int(lines[0]) + 1) if len(lines) else 0
                 if left_out:
-                    lines, columns = lines[left_out:], [column[left_out:] for column in columns]
+                    lines = lines[left_out:]
+                    columns = [column[left_out:] for column in columns]
                 if len(lines):
                     yield Block(lines, columns)
-        except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+        # pyarrow's own errors are ValueErrors.
+        except (OSError, ValueError) as error:
             raise _unreadable(self.source, error) from None
 
 
@@ -83,7 +85,7 @@ def _open(path: Path, source: str) -> Any:
 
 def _unreadable(source: str, error: BaseException) -> DataError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return DataError(f"{source}: cannot be read as a parquet file ({reason}); write it anew")
+    return DataError(f"{source}: cannot be read as a parquet file ({reason}); write it again")
 
 
 def _check_type(source: str, name: str, kind: Any) -> None:
@@ -92,9 +94,9 @@ def _check_type(source: str, name: str, kind: Any) -> None:
     if types.is_dictionary(kind):
         kind = kind.value_type
     if not any(getattr(types, f"is_{name}")(kind) for name in READ):
-        what = "times" if types.is_temporal(kind) else f"values of the type {kind}"
+        content = "times" if types.is_temporal(kind) else f"values of the type {kind}"
         raise DataError(
-            f"{source}: the column {name} holds {what}; leave it out: drop={name}, or store numbers or text"
+            f"{source}: the column {name} holds {content}; leave it out: drop={name}, or store numbers or text"
         )
 
 

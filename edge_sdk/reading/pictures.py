@@ -1,6 +1,7 @@
-"""Picture files to uint8 [height, width, 3], RGB and upright. Pillow is imported when one is read.
+"""Picture files to uint8 [height, width, 3], RGB and upright.
 
-A picture of 16 bits is scaled to 8: value / 257, rounded. Floats up to 1 are scaled by 255. Transparency is left out.
+16-bit pictures are scaled to 8 bits: value / 257, rounded; floats up to 1 are multiplied by 255. Transparency is
+ignored.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from .samples import plural
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 KINDS = "PNG, JPEG, WebP, BMP, GIF or TIFF"
 
+# Of each side.
 MOST_PIXELS = 4_096
-"""Of each side."""
 
+# EXIF's number of the tag.
 _ORIENTATION = 0x0112
-"""EXIF's number of the tag."""
 
 Pixels = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class _Picture:
-    """deep: it had 16 or more bits; clear: it has transparency."""
+    """deep: the file has 16 or more bits. clear: it has transparency."""
 
     pixels: Pixels
     deep: bool
@@ -47,9 +48,9 @@ class _Picture:
 def read_pictures(
     paths: Sequence[Path], options: ReadOptions, preparation: Preparation | None
 ) -> tuple[Decoded, NDArray[np.intp], list[str]]:
-    """Return the pictures that can be read, their positions among ``paths``, and remarks. Each is decoded once.
+    """Return the readable pictures, their positions among ``paths``, and remarks. Each is decoded once.
 
-    Raises DataError, naming the file; MissingPart without Pillow.
+    Raises DataError; MissingPart without Pillow.
     """
     deep = clear = 0
     shapes: list[tuple[int, ...]] = []
@@ -63,7 +64,7 @@ def read_pictures(
         shapes.append(found.pixels.shape)
 
     with warnings.catch_warnings():
-        # Pillow warns of what it repairs, such as damaged EXIF data; pictures that are too large are refused below
+        # Pillow warns of repairs, such as damaged EXIF data; pictures that are too large are refused below.
         warnings.simplefilter("ignore")
         kept, said = look_at_each(paths, look, "picture", options)
     if deep:
@@ -78,7 +79,7 @@ def read_pictures(
 
 
 def decode_picture(path: str) -> Pixels:
-    """Return a file's pixels, [height, width, 3]. Raises DataError, naming the file; MissingPart without Pillow."""
+    """Return a file's pixels, [height, width, 3]. Raises DataError; MissingPart without Pillow."""
     return _read(path).pixels
 
 
@@ -104,14 +105,14 @@ def _read(path: str) -> _Picture:
         raise MissingPart(f"{path}: pictures need Pillow: pip install 'sparrow-fl[data]'") from None
     try:
         if Path(path).stat().st_size == 0:
-            raise DataError(f"{path}: is empty; copy the picture anew")
+            raise DataError(f"{path}: is empty; copy the picture again")
         with Image.open(path, formats=FORMATS) as image:
             if max(image.size) > MOST_PIXELS:
                 raise DataError(
                     f"{path}: has {image.size[0]:,} x {image.size[1]:,} pixels, at most {MOST_PIXELS:,} x "
                     f"{MOST_PIXELS:,} are read; make it smaller"
                 )
-            # Pillow itself reduces colours of 16 bits when it loads them
+            # Pillow reduces 16-bit colours when it loads them.
             deep = any(";16" in str(tile[3]) for tile in getattr(image, "tile", ()))
             image.load()
             turned = _upright(image)
@@ -121,15 +122,16 @@ def _read(path: str) -> _Picture:
         raise DataError(f"{path}: is not a picture ({KINDS})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise DataError(
-            f"{path}: has far more than {MOST_PIXELS:,} x {MOST_PIXELS:,} pixels, which is the most that is read; make "
-            "it smaller"
+            f"{path}: has far more than {MOST_PIXELS:,} x {MOST_PIXELS:,} pixels, the most that are read; make it "
+            "smaller"
         ) from None
-    except Exception as error:  # whatever Pillow's decoders raise on damaged files: OSError, SyntaxError, struct.error
+    # Pillow's decoders raise many errors for damaged files: OSError, SyntaxError, struct.error.
+    except Exception as error:
         raise DataError(f"{path}: cannot be read as a picture ({_reason(error)})") from None
     if turned.mode[0] in "IF":
         return _Picture(_scaled(path, np.asarray(turned)), True, False)
     clear = turned.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in turned.info
-    # it names a colour, and converting that one may fail or warn
+    # The entry names a colour, whose conversion may fail or warn.
     turned.info.pop("transparency", None)
     try:
         if turned.mode in ("RGBa", "La"):
@@ -148,7 +150,7 @@ def _reason(error: Exception) -> str:
 
 
 def _upright(image: Any) -> Any:
-    """Return the image as EXIF says that it was taken."""
+    """Return the image, turned by its EXIF orientation."""
     from PIL.Image import Transpose
 
     turns = {
@@ -162,7 +164,8 @@ def _upright(image: Any) -> Any:
     }
     try:
         turn = turns.get(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # damaged EXIF data raise anything, and the picture is good without them
+    # Damaged EXIF data may raise any error; the picture is usable without them.
+    except Exception:
         turn = None
     return image.copy() if turn is None else image.transpose(turn)
 
@@ -171,7 +174,8 @@ def _scaled(path: str, values: NDArray[Any]) -> Pixels:
     """Return grey values of 16 bits, or floats, in 8 bits and three channels."""
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise DataError(f"{path}: has pixels that are infinite or not a number; save it in 8 or 16 bits")
-    least, most = values.min(), values.max()
+    least = values.min()
+    most = values.max()
     if least < 0 or most > 65_535:
         raise DataError(f"{path}: has values from {least:g} to {most:g}; save it in 8 or 16 bits, 0 to 65535")
     if values.dtype.kind == "f":

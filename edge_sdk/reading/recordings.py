@@ -1,8 +1,8 @@
-"""Tables of long recordings, a row for each moment, to windows: float32 [N, T, C].
+"""Tables of long recordings, one row per reading, to windows: float32 [N, T, C].
 
-A new recording begins where the label, the person, or a column such as ``recording`` changes, and where the time goes
-back or jumps by more than ``JUMP`` periods. The rate is 1 / usual step. Rows that are missing within a recording are
-interpolated. A window lies within one recording.
+A recording ends if the label, the person, or a column such as ``recording`` changes, or if the time goes back or jumps
+by more than ``JUMP`` periods. The rate is 1 / usual step. Rows missing within a recording are interpolated. Windows do
+not cross recordings.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from .tables import Rows, Table, read_table
 from .times import UNITS, read_times, said_of_unit, time_column, unit_found, unit_named
 from .windows import cut_of, rate_of, remark, starts
 
+# Names of columns that identify a row's recording, in any case.
 SESSIONS = ("recording", "run", "session", "file")
-"""Names of columns that say which recording a row is of, in any case."""
 
+# Periods between two rows above which they belong to two recordings.
 JUMP = 5
-"""Periods between two rows, from which on they are of two recordings."""
 
+# Periods between two rows above which rows are missing between them.
 GAP = 1.5
-"""Periods between two rows, from which on some are missing between them."""
 
+# Relative difference of two rates below which rows are not resampled.
 LIKE = 0.01
-"""Difference of two rates, as a share, up to which rows are taken as they are."""
 
 
 def read_recordings(table: Table, options: ReadOptions, wanted: Wanted) -> Raw:
     """Return the windows of a table's recordings. Raises DataError."""
-    source, preparation = table.source, wanted.preparation
+    source = table.source
+    preparation = wanted.preparation
     if preparation is not None and preparation.axes == "T":
         raise other_reader(source, "is a table of measurements", preparation)
     options.refuse(source, "holds recordings", "axes", "categories", "unreadable")
@@ -63,7 +64,8 @@ def read_recordings(table: Table, options: ReadOptions, wanted: Wanted) -> Raw:
     codes: list[NDArray[np.integer]] = [_codes(table, place)[kept] for place in sessions]
     codes += [np.unique(each, return_inverse=True)[1] for each in (raw.labels, raw.people) if each is not None]
     together = np.logical_and.reduce([np.ones(len(values) - 1, np.bool_), *(np.diff(each) == 0 for each in codes)])
-    name, said = table.names[time], list(raw.said)
+    name = table.names[time]
+    said = list(raw.said)
     step = _median(source, name, np.diff(values)[together])
     unit = "s" if dates else _unit(source, name, float(values[0]), step, wanted_rate, said)
     clock = _Clock(values, UNITS[unit], step, together)
@@ -76,9 +78,9 @@ def read_recordings(table: Table, options: ReadOptions, wanted: Wanted) -> Raw:
 
 
 def _windows(raw: Raw, clock: _Clock, window: int, shift: int, resampled: bool) -> Raw:
-    """Return the windows of rows, whose rate and step are those of the windows."""
+    """Return the windows of rows; ``raw`` has the rate and step of the windows."""
     assert isinstance(raw.inputs, np.ndarray), "of a table"
-    assert raw.rate is not None, "as its caller says"
+    assert raw.rate is not None, "set by read_recordings"
     pieces: list[NDArray[Any]] = []
     firsts: list[int] = []
     runs: list[int] = []
@@ -110,7 +112,7 @@ def _windows(raw: Raw, clock: _Clock, window: int, shift: int, resampled: bool) 
 
 
 def _sessions(table: Table, time: int, options: ReadOptions, wanted: Wanted) -> list[int]:
-    """Return the columns that say which recording a row is of."""
+    """Return the columns that identify a row's recording."""
     label = options.label or (wanted.targets.column if wanted.targets else None)
     used = (time, None if label is None else find(label, table.names))
     return [
@@ -121,7 +123,7 @@ def _sessions(table: Table, time: int, options: ReadOptions, wanted: Wanted) -> 
 
 
 def _unit(source: str, name: str, first: float, step: float, rate: float | None, said: list[str]) -> str:
-    """Return the unit of times that are numbers: as the column's name says, or else as they look."""
+    """Return the unit of numeric times, from the column's name or else from their size."""
     named = unit_named(name)
     if named is not None:
         return named
@@ -129,31 +131,33 @@ def _unit(source: str, name: str, first: float, step: float, rate: float | None,
     if unit is None:
         raise DataError(
             f"{source}: {name} has a median step of {step:.6g}, which may be seconds or milliseconds; add the unit "
-            f"to its name, as in {name}_s or {name}_ms, or say how many readings a second has, as in rate=50"
+            f"to its name, as in {name}_s or {name}_ms, or give the readings per second, as in rate=50"
         )
     said.append(said_of_unit(name, unit, step))
     return unit
 
 
 class _Clock:
-    """The times of all rows, in a unit of so many seconds. step: the usual one; together: whether each row and the next
-    have the same session, label and person.
+    """The times of all rows.
 
-    seconds: since the first row. rate: rows per second. gaps: where rows are missing before the next one.
+    unit: seconds per unit of ``values``. step: the usual one. together: rows with the same session, label and person as
+    the next. seconds: since the first row. rate: rows per second. gaps: rows after which others are missing.
     """
 
     def __init__(self, values: NDArray[np.float64], unit: float, step: float, together: NDArray[np.bool_]) -> None:
-        self.seconds, self.rate, self._step = (values - values[0]) * unit, _plain(1 / (step * unit)), step
+        self.seconds = (values - values[0]) * unit
+        self.rate = _plain(1 / (step * unit))
+        self._step = step
         self._steps = np.diff(values)
         self._breaks = ~together | (self._steps < 0) | (self._steps > JUMP * step * (1 + 1e-9))
         self.gaps = ~self._breaks & (self._steps > GAP * step)
 
     def recordings(self) -> Iterator[tuple[int, int]]:
-        """Yield where each recording begins, and where it ends."""
+        """Yield the start and the end of each recording."""
         return pairwise([0, *(np.flatnonzero(self._breaks) + 1).tolist(), len(self.seconds)])
 
     def said_of_gaps(self) -> list[str]:
-        """Return a remark on the rows that are missing."""
+        """Return a remark on missing rows."""
         if not self.gaps.any():
             return []
         lost = int(np.rint(self._steps[self.gaps] / self._step - 1).sum())
@@ -162,7 +166,7 @@ class _Clock:
 
 
 def _by_name(preparation: Preparation | None) -> Preparation | None:
-    """Return the federation's channels as columns of a table, which are found by name; None if it names none."""
+    """Return the federation's channels as columns of a table, which are matched by name; None without names."""
     if preparation is None or not preparation.channels:
         return None
     columns = tuple(Column(name=name) for name in preparation.channels)
@@ -172,7 +176,7 @@ def _by_name(preparation: Preparation | None) -> Preparation | None:
 def _check_channels(raw: Raw, preparation: Preparation | None) -> None:
     if raw.kind == "numbers":
         raise DataError(
-            f"{raw.source}: the labels of a recording's rows are numbers; windows have classes: if these are some, add "
+            f"{raw.source}: the labels of a recording's rows are numbers; windows need classes: for classes add "
             "target=class, or name another column: label=NAME"
         )
     named = next((column.name for column in raw.columns if column.categories), None)
@@ -189,9 +193,11 @@ def _check_channels(raw: Raw, preparation: Preparation | None) -> None:
 
 
 def _of_rows(rows: Rows, kept: NDArray[np.bool_]) -> Raw:
-    """Return those rows of the file that are ``kept``; ``rows`` may have lost some already."""
+    """Return the ``kept`` rows of the file, of which ``rows`` may have lost some already."""
     if not kept.any():
-        raise DataError(f"{rows.raw.source}: each row lacks a value, so missing=drop leaves none; drop columns instead")
+        raise DataError(
+            f"{rows.raw.source}: every row lacks a value, so missing=drop leaves none; drop columns instead"
+        )
     chosen = kept if rows.kept is None else kept[rows.kept]
     return take(rows.raw, np.flatnonzero(chosen))
 
@@ -204,27 +210,27 @@ def _codes(table: Table, place: int) -> NDArray[np.int32]:
 
 
 def _median(source: str, name: str, steps: NDArray[np.float64]) -> float:
-    """Return the usual step forwards: the mean of those near the median.
+    """Return the usual positive step: the mean of steps near the median.
 
-    Raises DataError if most rows have the time of the row before.
+    Raises DataError if most rows repeat the time of the row before.
     """
     forwards = steps[steps > 0]
     if not len(forwards):
         raise DataError(
-            f"{source}: {name} does not grow from row to row; sort the rows by time, recording after recording"
+            f"{source}: {name} does not increase from row to row; sort the rows by time within each recording"
         )
     if np.count_nonzero(steps == 0) > len(forwards):
         raise DataError(
-            f"{source}: most rows have the {name} of the row before, so the rate is not known; write times with more "
-            "digits, or sort the rows recording after recording"
+            f"{source}: most rows repeat the {name} of the row before, so the rate is unknown; write times with more "
+            "digits, or sort the rows by recording"
         )
     median = np.median(forwards)
-    # Times that jitter, or are rounded, are right on average; the median then is one of the rounded steps.
+    # Jittered or rounded times are right on average; the median would be one of the rounded steps.
     return float(forwards[(forwards > 0.5 * median) & (forwards < GAP * median)].mean())
 
 
 def _plain(rate: float) -> float:
-    """Return a rate that is an integer but for jitter as that integer."""
+    """Return a rate, rounded to an integer if it is one except for jitter."""
     near = round(rate)
     return float(near) if near and abs(rate / near - 1) < LIKE / 2 else float(f"{rate:.6g}")
 

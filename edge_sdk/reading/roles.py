@@ -1,4 +1,4 @@
-"""Which column of a table is the label, who made a sample, its recording, or a feature."""
+"""Roles of a table's columns: label, person, recording, or feature."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from .numbers import number
 from .options import ReadOptions, Wanted
 from .samples import plural, some
 
+# Names of the entry or column of a sample's maker, device or domain. Case and blanks do not count.
 PEOPLE = ("person", "subject", "people", "device", "writer", "speaker", "role", "domain")
-"""What the entry or column is called that says who made a sample, on which device, or of which domain it is. Case and
-blanks do not count."""
 
+# Names of the column of labels, in any case.
 LABELS = ("label", "y", "target", "class")
-"""What the column with the labels is called, in any case."""
 
+# Name of the entry or column of unbroken recordings.
 RUN = "run"
-"""What the entry or column is called that says which unbroken recording a sample is of."""
 
+# Names of the column that pandas writes for an index; a first column without a name may be one too.
 INDEXES = ("Unnamed: 0", "__index_level_0__")
-"""Names of the column that pandas writes for an index; the first column without a name may be one too."""
 
 
 def folded(name: str) -> str:
@@ -35,12 +34,12 @@ def folded(name: str) -> str:
 
 
 def is_person(name: str) -> bool:
-    """Return whether a column or entry of this name says who made a sample."""
+    """Return whether a column or entry of this name identifies people."""
     return folded(name) in PEOPLE
 
 
 def find(name: str, names: Sequence[str]) -> int | None:
-    """Return the position of ``name``: as it is, or else trimmed and in any case if that is one column only."""
+    """Return the position of ``name``, or of the only column that differs in case and outer blanks."""
     if name in names:
         return names.index(name)
     alike = [place for place, other in enumerate(names) if other.strip().casefold() == name.strip().casefold()]
@@ -49,10 +48,9 @@ def find(name: str, names: Sequence[str]) -> int | None:
 
 @dataclass(frozen=True)
 class Roles:
-    """Positions of columns by what they are for.
+    """Positions of columns by role.
 
-    features: in the order of a raw row. categories: those of them that hold names. index: a column that must count the
-    rows. people, run and label: None for none.
+    features: in the order of a raw row. categories: features that hold names. index: a column that must count the rows.
     """
 
     features: tuple[int, ...]
@@ -65,7 +63,7 @@ class Roles:
 
 
 def assign(source: str, names: Sequence[str], options: ReadOptions, wanted: Wanted) -> Roles:
-    """Return what each column is for. names: of the file's columns, stripped. Raises DataError."""
+    """Return the roles of a file's columns. names: stripped. Raises DataError."""
     said: list[str] = []
     kept = _kept(source, names, options)
     chosen = _federation_columns(source, names, kept, wanted.preparation, said)
@@ -89,7 +87,7 @@ def assign(source: str, names: Sequence[str], options: ReadOptions, wanted: Want
 
 
 def _kept(source: str, names: Sequence[str], options: ReadOptions) -> list[int]:
-    """Return the columns that are not dropped, whose names are checked."""
+    """Return the columns that are not dropped, after a check of their names."""
     if len(names) > MOST_COLUMNS:
         raise DataError(f"{source}: has {len(names):,} columns, at most {MOST_COLUMNS:,} are read; leave others out")
     dropped = {_named(source, "drop", name, names) for name in options.drop}
@@ -101,18 +99,18 @@ def _kept(source: str, names: Sequence[str], options: ReadOptions) -> list[int]:
 def _federation_columns(
     source: str, names: Sequence[str], kept: Sequence[int], preparation: Preparation | None, said: list[str]
 ) -> list[int]:
-    """Return the columns of a federation's preparation, in its order; none without one."""
+    """Return the columns of a federation's preparation, in its order; [] without one."""
     wanted = [column.name for column in preparation.columns] if preparation else []
     chosen: list[int] = []
     for name in wanted:
-        # A column serves once: where names differ in their case only, each is wanted as it is written.
+        # A column is used once: names that differ only in case are matched as written.
         free = [place for place in kept if place not in chosen and (names[place] == name or names[place] not in wanted)]
         chosen.append(_wanted(source, name, names, free, said))
     return chosen
 
 
 def _said_of_person(name: str) -> str:
-    return f"the column {name} says who made a sample and is not a feature; categories={name} makes it one"
+    return f"the column {name} identifies people and is not a feature; categories={name} makes it one"
 
 
 def _is_index(names: Sequence[str], place: int) -> bool:
@@ -167,14 +165,14 @@ def _wanted(source: str, name: str, names: Sequence[str], kept: Sequence[int], s
             f"federation uses; {columns_of(names)}"
         )
     if names[place] != name:
-        said.append(f"the column {names[place]!r} was taken for the federation's {name!r}")
+        said.append(f"the column {names[place]!r} was used as the federation's {name!r}")
     return place
 
 
 def find_label(
     source: str, names: Sequence[str], kept: Sequence[int], options: ReadOptions, wanted: Wanted
 ) -> int | None:
-    """Return the position of the labels among ``kept``. Raises DataError if they are wanted and not found."""
+    """Return the position of the labels among ``kept``. Raises DataError if they are wanted and missing."""
     name = options.label or (wanted.targets.column if wanted.targets else None)
     if name is None:
         return _usual_label(source, names, kept, wanted.labelled)
@@ -183,17 +181,17 @@ def find_label(
         return place
     if not wanted.labelled and options.label is None:
         return None
-    whose = f"label={name}" if options.label else f"the federation's labels are called {name}"
+    given = f"label={name}" if options.label else f"the federation's labels are called {name}"
     if place is not None:
-        raise DataError(f"{source}: {whose}, but that column is a feature or dropped; correct label= or drop=")
-    raise DataError(f"{source}: {whose}{nearest(name, names)}, but {columns_of(names)}; name the column: label=NAME")
+        raise DataError(f"{source}: {given}, but that column is a feature or dropped; correct label= or drop=")
+    raise DataError(f"{source}: {given}{nearest(name, names)}, but {columns_of(names)}; name the column: label=NAME")
 
 
 def _usual_label(source: str, names: Sequence[str], kept: Sequence[int], labelled: bool) -> int | None:
-    """Return the one column that is called as labels usually are."""
+    """Return the one column with a usual name of labels."""
     folded_names = {place: names[place].casefold() for place in kept}
     found = [place for place, name in folded_names.items() if name in LABELS]
-    # of x, y and z, as accelerometers have them, none is a label
+    # Accelerometers have x, y and z; their y is not a label.
     if {"x", "y", "z"} <= set(folded_names.values()):
         found = [place for place in found if folded_names[place] != "y"]
     if len(found) > 1:
@@ -211,12 +209,12 @@ def _usual_label(source: str, names: Sequence[str], kept: Sequence[int], labelle
 
 
 def _is_value(name: str) -> bool:
-    """Return whether a column's name looks like a value of its first row; whole numbers are usual names."""
+    """Return whether a column's name looks like a value of its first row; integers are usual names."""
     return number(name) is not None and not name.strip().isdecimal()
 
 
 def find_person(source: str, names: Sequence[str], free: Sequence[int]) -> int | None:
-    """Return the position of the column among ``free`` that says who made a sample. Raises DataError."""
+    """Return the position of the column of people among ``free``. Raises DataError."""
     found = [place for place in free if is_person(names[place])]
     if len(found) > 1:
         one, two = (names[place] for place in found[:2])

@@ -1,4 +1,4 @@
-"""Raw samples as read from a file, before any preparation."""
+"""Raw samples of a file, before any preparation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ Kind = Literal["classes", "numbers"]
 class Raw:
     """Samples of one use.
 
-    source: their name in messages. inputs: [N, *shape], C-contiguous, of a raw type and native byte order; rows of a
-    table are float32 [N, columns]; samples that are decoded when they are taken are ``Decoded``. labels: names of
-    classes (str) or float32 numbers, [N]; None if unlabelled, as ``kind`` is. columns: of a table of rows. label: the
-    column of labels as the file writes it. axes: letters of one sample's axes, such as HWC; empty for rows. people: who
-    made each sample, str [N]. runs: its unbroken recording, int [N]. classes: those that the file declares, in order.
-    said: remarks for the user. reader, rate, step, channels: as ``Preparation`` has them, to publish such samples.
+    source: their name in messages. inputs: [N, *shape], C-contiguous, of a raw type in native byte order; rows of a
+    table are float32 [N, columns]; files are ``Decoded``. labels: class names (str) or float32 numbers, [N]; None, as
+    ``kind`` is, if unlabelled. label: the file's name of the label column. axes: letters of one sample's axes, such as
+    HWC; "" for rows. people: who made each sample, str [N]. runs: its unbroken recording, int [N]. classes: those that
+    the file declares, in order. said: remarks for the user. reader, rate, step, channels: as in ``Preparation``.
     """
 
     source: str
@@ -55,7 +54,7 @@ def is_integer(text: str) -> bool:
 
 
 def class_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Return each name once: in numerical order if all are integers, otherwise in alphabetical order."""
+    """Return the distinct names, in numerical order if all are integers, else in alphabetical order."""
     found = set(names)
     if all(is_integer(name) for name in found):
         return tuple(sorted(found, key=lambda name: (int(name), name)))
@@ -63,7 +62,7 @@ def class_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def some(names: Iterable[object], most: int = 8) -> str:
-    """Return the names for a message, separated by commas; of many the first ``most``."""
+    """Return the first ``most`` names for a message, separated by commas."""
     listed = [" ".join(str(name).split()) for name in names]
     return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")
 

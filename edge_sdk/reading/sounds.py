@@ -1,4 +1,4 @@
-"""Sound files to mono float32 in [-1, 1], whole or in windows. soundfile and soxr are imported when one is read."""
+"""Sound files to mono float32 in [-1, 1], whole or in windows."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ from .windows import cut_of, is_recordings, rate_of, remark, starts
 
 KINDS = "WAV, FLAC, OGG, AIFF or MP3"
 
-LONGEST, SHORTEST = 30.0, 0.01
-"""Seconds of a sound."""
+# Length of a sound, in seconds.
+LONGEST = 30.0
+SHORTEST = 0.01
 
+# Sounds of a higher rate are resampled, unless an option or the federation sets a rate.
 HIGHEST_RATE = 16_000
-"""Samples per second of whichever files have more, unless an option or the federation says otherwise."""
 
+# Frames in memory while a file is checked.
 _BLOCK = 1 << 20
-"""Frames in memory when a file is looked at."""
 
+# Lossy decoders exceed 1 a little, floats on another scale by far.
 _LOUDEST = 2.0
-"""Decoders of lossy formats overshoot 1 a little; files of floats on another scale do so by far."""
 
 _CUT_SHORT = re.compile(r"(?:data|SSND) : ([0-9]+) \(should be ([0-9]+)\)")
 
+# Programs that write to a pipe put at least this into the header.
 _UNKNOWN_SIZE = 1 << 31
-"""Programs that write to a pipe put at least this into the header."""
 
 Span = tuple[float, float]
-"""Beginning and end of a part of a file, s."""
+"""Start and end of a part of a file, s."""
 
 
 class Place(NamedTuple):
@@ -66,24 +67,24 @@ class Hear:
     length: int | None = None
 
     def __call__(self, place: Place) -> NDArray[np.float32]:
-        """Return samples, [T]. Raises DataError, naming the file; MissingPart without soundfile or soxr."""
+        """Return samples, [T]. Raises DataError; MissingPart without soundfile or soxr."""
         with _opened(place.path) as file:
             file.seek(place.start)
             samples = _mono(file.read(place.frames, dtype="float32", always_2d=True))
             own = float(file.samplerate)
         if len(samples) < place.frames:
-            raise DataError(f"{place.path}: has become shorter since the data were read; start again")
+            raise DataError(f"{place.path}: is shorter than when the data were read; start again")
         length = resampled_length(place.frames, own, self.rate) if self.length is None else self.length
         if own != self.rate:
             samples = _soxr(place.path).resample(samples, own, self.rate)
-        # resampling gives a sample more or fewer
+        # Resampling may give one sample more or fewer.
         samples = np.pad(samples[:length], (0, max(0, length - len(samples))))
         return np.ascontiguousarray(np.clip(samples, -1, 1), np.float32)
 
 
 @dataclass(frozen=True)
 class _Sound:
-    """A file as decoded once. frames: at its own rate."""
+    """A decoded file. frames: at its own rate."""
 
     rate: float
     frames: int
@@ -93,7 +94,7 @@ class _Sound:
 
 @dataclass(frozen=True)
 class Sounds:
-    """Samples of files. positions: of each sample the file among those given. runs: of windows, the recording."""
+    """Samples of files. positions: each sample's file. runs: each window's recording."""
 
     samples: Decoded
     positions: NDArray[np.intp]
@@ -116,10 +117,10 @@ def read_sounds(
     options: ReadOptions,
     preparation: Preparation | None,
 ) -> Sounds:
-    """Return the sounds that can be read, or their windows. Each file is decoded once.
+    """Return the readable sounds, or their windows. Each file is decoded once.
 
-    spans: the part of each file that counts, None for all of it. labels: of each file, for remarks. Raises DataError,
-    naming the file; MissingPart without soundfile or soxr.
+    spans: part of each file; None for whole files. labels: of each file, for remarks. Raises DataError; MissingPart
+    without soundfile or soxr.
     """
     windowed = is_recordings(options, preparation)
     wanted = rate_of(source, options, preparation)
@@ -181,7 +182,10 @@ def _windows(
             f"{source}: window={options.window} is {window / rate:.3g} s at {rate:g} samples per second, at least "
             f"{SHORTEST:g} s are needed; for seconds write the unit, as in window=1s"
         )
-    places, positions, runs, counts = [], [], [], []
+    places: list[Place] = []
+    positions: list[int] = []
+    runs: list[int] = []
+    counts: list[int] = []
     for run, (part, place) in enumerate(zip(parts, kept, strict=True)):
         own = part.sound.rate
         begins = starts(math.floor((part.end - part.start) * rate + 1e-6), window, step)
@@ -212,11 +216,12 @@ def _opened(path: str) -> Iterator[Any]:
     """Yield a soundfile.SoundFile, whose errors become a DataError."""
     try:
         import soundfile
-    except (ImportError, OSError):  # OSError: without the library libsndfile
+    # OSError: the library libsndfile is missing.
+    except (ImportError, OSError):
         raise MissingPart(f"{path}: sounds need soundfile: pip install 'sparrow-fl[data]'") from None
     try:
         if Path(path).stat().st_size == 0:
-            raise DataError(f"{path}: is empty; copy the sound anew")
+            raise DataError(f"{path}: is empty; copy the sound again")
         file = soundfile.SoundFile(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
@@ -231,7 +236,7 @@ def _opened(path: str) -> Iterator[Any]:
         except NotImplementedError:
             raise
         except RuntimeError as error:
-            raise DataError(f"{path}: cannot be read as a sound ({error}); copy it anew") from None
+            raise DataError(f"{path}: cannot be read as a sound ({error}); copy it again") from None
 
 
 def _soxr(path: str) -> Any:
@@ -248,14 +253,19 @@ def _mono(frames: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def _look(path: Path, *, whole: bool) -> _Sound:
     """Decode a file in blocks. whole: it is one sample. Raises DataError."""
-    frames, loudest, silent = 0, 0.0, True
+    frames = 0
+    loudest = 0.0
+    silent = True
     with _opened(str(path)) as file:
-        promised, rate, channels, extra = file.frames, float(file.samplerate), file.channels, file.extra_info
+        promised = file.frames
+        rate = float(file.samplerate)
+        channels = file.channels
+        extra = file.extra_info
         if whole and promised / rate > LONGEST:
             _check_length(path, promised / rate, False)
         while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
             if not np.isfinite(block).all():
-                raise DataError(f"{path}: has samples that are infinite or not a number; write it anew")
+                raise DataError(f"{path}: has samples that are infinite or not a number; write it again")
             frames += len(block)
             loudest = max(loudest, float(np.abs(block).max()))
             silent = silent and not block.any()
@@ -264,7 +274,7 @@ def _look(path: Path, *, whole: bool) -> _Sound:
     if cut is not None:
         truncated = truncated or int(cut[2]) < int(cut[1]) < _UNKNOWN_SIZE
     if truncated:
-        raise DataError(f"{path}: is truncated, it ends after {frames / rate:.3g} s; copy it anew")
+        raise DataError(f"{path}: is truncated, it ends after {frames / rate:.3g} s; copy it again")
     if loudest > _LOUDEST:
         raise DataError(f"{path}: has samples up to {loudest:g}, beyond 1; scale them to -1 to 1")
     if whole:
@@ -273,20 +283,20 @@ def _look(path: Path, *, whole: bool) -> _Sound:
 
 
 def _check_length(path: Path, seconds: float, span: bool) -> None:
-    what = "its part " if span else ""
+    subject = "its part " if span else ""
     if seconds > LONGEST:
         raise DataError(
-            f"{path}: {what}lasts {seconds:.1f} s, at most {LONGEST:g} s are read as one sample; window=2.56s cuts it "
-            "into windows"
+            f"{path}: {subject}lasts {seconds:.1f} s, at most {LONGEST:g} s are read as one sample; window=2.56s cuts "
+            "it into windows"
         )
     if seconds < SHORTEST:
-        raise DataError(f"{path}: {what}lasts {seconds * 1e3:.3g} ms, at least {SHORTEST * 1e3:g} ms are needed")
+        raise DataError(f"{path}: {subject}lasts {seconds * 1e3:.3g} ms, at least {SHORTEST * 1e3:g} ms are needed")
 
 
 def _inside(path: Path, span: Span, seconds: float) -> Span:
     start, end = span
     if end > seconds + 0.01:
-        raise DataError(f"{path}: lasts {seconds:.3f} s, but a part of it is to end at {end:g} s; correct the table")
+        raise DataError(f"{path}: lasts {seconds:.3f} s, but a part of it ends at {end:g} s; correct the table")
     return start, min(end, seconds)
 
 

@@ -1,8 +1,7 @@
-"""Tables to raw samples, a row each: float32 numbers, and categories by index.
+"""Tables to raw samples, one row each: float32 numbers, and categories by index.
 
-A table is read in blocks, so that its cells are never in memory together as Python strings. The first pass converts
-every column as if it held numbers, and counts what it meets; that decides which columns are of names. A second pass
-looks these up, if there are any.
+A table is read in blocks, so that its cells are never all in memory as Python strings. The first pass converts every
+column to numbers and counts failures, which identifies columns of names. A second pass converts those.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Table = TextTable | ParquetTable
 
 @dataclass(frozen=True)
 class Rows:
-    """A table's rows as samples. kept: which rows of the file they are, None for all; lines: of all rows."""
+    """A table's rows as samples. kept: mask of the file's rows, None for all. lines: of all rows."""
 
     raw: Raw
     kept: NDArray[np.bool_] | None
@@ -39,12 +38,12 @@ class Rows:
 
 
 def read_table(table: Table, options: ReadOptions, wanted: Wanted) -> Rows:
-    """Return a table's samples, a row each. Raises DataError."""
+    """Return a table's samples, one per row. Raises DataError."""
     return _Reading(table, options, wanted).read()
 
 
 def question_of(table: Table, label: int, lines: NDArray[np.int64], options: ReadOptions, wanted: Wanted) -> Question:
-    """Return how the labels in the column ``label`` are to be read."""
+    """Return the question about the labels in the column ``label``."""
 
     def at(row: int) -> str:
         return f"{table.unit} {lines[row]}, column {table.names[label]}"
@@ -55,12 +54,14 @@ def question_of(table: Table, label: int, lines: NDArray[np.int64], options: Rea
 class _Reading:
     """The reading of one table.
 
-    declared: the federation's columns by their place in the file. categories: columns of names, known after the first
-    pass. inputs: [rows, features], NaN for what is no number. said: remarks.
+    declared: the federation's columns by position. categories: columns of names, complete after the first pass. inputs:
+    [rows, features], NaN for texts. said: remarks.
     """
 
     def __init__(self, table: Table, options: ReadOptions, wanted: Wanted) -> None:
-        self._table, self._options, self._wanted = table, options, wanted
+        self._table = table
+        self._options = options
+        self._wanted = wanted
         self._roles = assign(table.source, table.names, options, wanted)
         self._declared = self._declare(wanted.preparation)
         named = {place for place, column in self._declared.items() if column.categories}
@@ -68,12 +69,14 @@ class _Reading:
         self._said: list[str] = [*table.said, *self._roles.said]
         self._tallies: dict[int, Tally] = {}
         self._labels = Labels(table.decimal)
-        self._people, self._runs = Names(), Names()
+        self._people = Names()
+        self._runs = Names()
         self._counted = True
 
     def read(self) -> Rows:
         """Return the rows. Raises DataError."""
-        table, roles = self._table, self._roles
+        table = self._table
+        roles = self._roles
         self._inputs, self._lines = self._first_pass()
         runs = self._settle()
         self._check_units()
@@ -133,13 +136,15 @@ class _Reading:
 
     def _first_pass(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return the inputs and the lines of all rows."""
-        roles, labelled = self._roles, self._wanted.labelled
+        roles = self._roles
+        labelled = self._wanted.labelled
         index = set() if roles.index is None else {roles.index}
         tallied = (set(roles.features) | index) - self._categories
         texts = {place for place in (roles.person, roles.run, roles.label if labelled else None) if place is not None}
         self._tallies = {place: Tally(self._table.decimal) for place in tallied}
         column_of = {place: number for number, place in enumerate(roles.features)}
-        matrices, lines = [], []
+        matrices = []
+        lines = []
         count = 0
         for block in self._table.blocks(tallied | texts | self._categories, texts - tallied):
             matrix = np.full((len(block.lines), len(column_of)), np.nan, np.float32)
@@ -148,7 +153,8 @@ class _Reading:
                 if place == roles.index:
                     self._counted = self._counted and _counts(values, count)
                     continue
-                with np.errstate(over="ignore", invalid="ignore"):  # the tally keeps what does not fit
+                # The tally keeps values beyond float32.
+                with np.errstate(over="ignore", invalid="ignore"):
                     matrix[:, column_of[place]] = values
             if labelled and roles.label is not None:
                 self._labels.add(block.columns[roles.label])
@@ -164,8 +170,9 @@ class _Reading:
         return np.concatenate(matrices), np.concatenate(lines)
 
     def _settle(self) -> NDArray[np.int64] | None:
-        """Return the runs, now that it is known whether these are whole numbers, and whether an index counts rows."""
-        roles, names = self._roles, self._table.names
+        """Return the runs if they are integers, and check that an index counts the rows."""
+        roles = self._roles
+        names = self._table.names
         if roles.index is not None:
             called = names[roles.index] or f"{roles.index + 1}, which has no name,"
             if not self._counted:
@@ -180,7 +187,7 @@ class _Reading:
             if roles.run not in roles.features:
                 self._said.append(f"the column {names[roles.run]} was left out")
             return None
-        self._said.append(f"the column {names[roles.run]} says which recording a sample is of and is not a feature")
+        self._said.append(f"the column {names[roles.run]} identifies recordings and is not a feature")
         if roles.run in roles.features:
             self._inputs = np.delete(self._inputs, roles.features.index(roles.run), axis=1)
         features = tuple(place for place in roles.features if place != roles.run)
@@ -192,7 +199,7 @@ class _Reading:
     # --- numbers
 
     def _check_units(self) -> None:
-        """Refuse a first row that has no number in most columns of numbers, such as one of units."""
+        """Refuse a first row without numbers in most numeric columns, such as a row of units."""
         tallies = self._tallies
         numeric = [place for place in self._roles.features if place in tallies and tallies[place].numeric]
         heads = [place for place in numeric if tallies[place].head != "number"]
@@ -202,18 +209,19 @@ class _Reading:
         first = tallies[texts[0]].first_text
         assert first is not None
         raise self._error(
-            f"{self._here(first.line, texts[0])}{first.text!r} is not a number, and most cells of this "
-            f"{self._table.unit} are none, so it looks like units; skip={self._options.skip + 1} leaves it out"
+            f"{self._here(first.line, texts[0])}{first.text!r} is not a number, like most cells of this "
+            f"{self._table.unit}, so it looks like units; skip={self._options.skip + 1} leaves it out"
         )
 
     def _check_numbers(self) -> None:
-        """Refuse the first cell of a column of numbers that is not one of float32, or missing without an option."""
+        """Refuse the first cell of a numeric column that is text, beyond float32, or missing without an option."""
         declared = self._declared
         places = [place for place in self._roles.features if place not in self._categories or place in declared]
         numeric = [place for place in places if place in self._tallies]
         lost = sum(self._tallies[place].missing for place in numeric)
         for place in numeric:
-            name, tally = self._table.names[place], self._tallies[place]
+            name = self._table.names[place]
+            tally = self._tallies[place]
             if tally.first_text is not None:
                 line, text = tally.first_text
                 if place in declared:
@@ -234,23 +242,24 @@ class _Reading:
                 line, text = tally.first_missing
                 raise self._error(
                     f"{self._here(line, place)}the value is missing ({text!r}; {lost:,} in this file); missing=drop "
-                    "leaves such rows out, missing=mean puts the column's mean there"
+                    "leaves such rows out, missing=mean replaces them by the column's mean"
                 )
 
     # --- the second pass
 
     def _look_up(self) -> tuple[Column, ...]:
-        """Put the indices of categories into the inputs, and return the columns."""
+        """Write the indices of categories into the inputs, and return the columns."""
         found = self._names() if self._categories else {}
         columns = []
         for number, place in enumerate(self._roles.features):
-            name, declared = self._table.names[place], self._declared.get(place)
+            name = self._table.names[place]
+            declared = self._declared.get(place)
             known: tuple[str, ...] = ()
             if place in found:
                 known = found[place].ordered() if declared is None else declared.categories
                 self._inputs[:, number], unknown = found[place].indices(known)
                 if lost := found[place].missing(known):
-                    text = f"column {name}: no name in {plural(lost, 'row')}, taken as none of the categories"
+                    text = f"column {name}: no name in {plural(lost, 'row')}, read as none of the categories"
                     self._said.append(text)
                 if unknown:
                     self._said.append(f"column {name}: the federation does not know {unknown}")
@@ -264,7 +273,7 @@ class _Reading:
         for block in self._table.blocks(self._categories, self._categories):
             for place, names in found.items():
                 names.add(block.columns[place], block.lines)
-                # stop before many texts are in memory
+                # Stop before many texts are in memory.
                 if place not in self._declared and len(names.found) > 2_000:
                     self._check_names(names, place)
         for place, names in found.items():
@@ -293,7 +302,7 @@ class _Reading:
     # --- rows left out
 
     def _kept(self, decided: Decided | None) -> tuple[NDArray[np.bool_] | None, list[str]]:
-        """Return the rows that are kept, None for all, and a remark on the others."""
+        """Return a mask of the kept rows, None for all, and a remark on the others."""
         out = np.zeros(len(self._lines), np.bool_)
         if decided is not None and decided.missing is not None:
             out |= decided.missing
@@ -307,7 +316,7 @@ class _Reading:
         if not count:
             return None, []
         if count == len(out):
-            raise self._error("each row lacks a value, so missing=drop leaves none; drop columns instead")
+            raise self._error("every row lacks a value, so missing=drop leaves none; drop columns instead")
         return ~out, [f"{plural(count, 'row')} of {len(out):,} without a value left out"]
 
     def _without_person(self, place: int) -> NDArray[np.bool_]:
@@ -316,15 +325,15 @@ class _Reading:
             return np.zeros(len(self._inputs), np.bool_)
         if self._options.missing != "drop":
             raise self._error(
-                f"{self._here(self._people.firsts[empty], place)}it is not said who made the sample; add it, leave "
-                f"such rows out: missing=drop, or the column: drop={self._table.names[place]}"
+                f"{self._here(self._people.firsts[empty], place)}the person is missing; add it, leave such rows out: "
+                f"missing=drop, or the column: drop={self._table.names[place]}"
             )
         found: NDArray[np.bool_] = self._people.codes() == empty
         return found
 
 
 def _counts(values: NDArray[np.float64], start: int) -> bool:
-    """Return whether the values go on counting rows, from 0 or 1."""
+    """Return whether the values continue a count of rows from 0 or 1."""
     wanted = np.arange(start, start + len(values))
     return bool(np.array_equal(values, wanted) or np.array_equal(values, wanted + 1))
 

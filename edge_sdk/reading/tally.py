@@ -1,4 +1,4 @@
-"""Counts of the cells of a table's column: is it of numbers, and where is the first that is none."""
+"""Counts of numbers and texts in a table's column."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ class Cell(NamedTuple):
 
 @dataclass
 class Tally:
-    """Counts of a column's cells so far, and the first of each sort.
+    """Counts of a column's cells so far, and the first of each kind.
 
-    numbers: those that are converted. alike: texts that a person would call numbers, with another decimal sign or with
-    separators. texts: all others that are not missing. beyond: the first that is infinite or too large for float32.
-    head: what the first row holds, a number in any form or a word.
+    numbers: converted cells. alike: numbers with another decimal sign or with separators. texts: other cells that are
+    not missing. beyond: the first that is infinite or too large for float32. head: the kind of the first row.
     """
 
     decimal: str
@@ -42,7 +41,7 @@ class Tally:
     head: Literal["number", "text", "nothing"] | None = None
 
     def add(self, cells: Cells, lines: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Count a block's cells and return their numbers, NaN for none."""
+        """Count a block's cells; return their numbers, NaN for others."""
         odd: NDArray[np.bool_] | None = None
         if isinstance(cells, np.ndarray):
             values = cells

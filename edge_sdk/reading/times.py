@@ -1,8 +1,8 @@
-"""Times of a recording's rows: numbers in a unit, or ISO 8601 text, to seconds.
+"""Times of a recording's rows, numbers or ISO 8601 text, to seconds.
 
-A number's unit is said by the column's name, such as ``time_ms``. Otherwise numbers since 1970 show it by their size,
-and others by their median step: the unit that comes nearest the wanted rate or, without one, gives a rate above 1 and
-up to 1,000 per second; that is said. A step that may be of seconds or of milliseconds is refused.
+The unit of numbers follows from the column's name, such as ``time_ms``; else from their size if they count since 1970;
+else from the median step: the unit nearest to the wanted rate or, without one, the unit with a rate of 1 to 1,000 per
+second. A step that may be seconds or milliseconds is refused.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _ISO = re.compile(
     re.IGNORECASE,
 )
 
+# Fewest seconds that count as a date; they are in 1979.
 _SINCE_1970 = 3e8
-"""The least number of seconds that is taken for a date, which is in 1979."""
 
 
 def is_time(name: str) -> bool:
-    """Return whether a column's name says that it holds times; ``t`` alone may be a temperature."""
+    """Return whether a column's name is one of times; plain ``t`` may be a temperature."""
     return name.strip().casefold() != "t" and _NAME.fullmatch(name.strip().casefold()) is not None
 
 
@@ -77,8 +77,8 @@ def time_column(table: Table, options: ReadOptions) -> int:
         )
     if not found:
         raise DataError(
-            f"{table.source}: no column is called time or timestamp; {columns_of(names)}. Windows are cut by time: "
-            "name the column, time=NAME"
+            f"{table.source}: no column is called time or timestamp; {columns_of(names)}. Windows need times: name the "
+            "column, time=NAME"
         )
     return found[0]
 
@@ -86,9 +86,9 @@ def time_column(table: Table, options: ReadOptions) -> int:
 def read_times(
     table: Table, place: int, lines: NDArray[np.int64], options: ReadOptions
 ) -> tuple[NDArray[np.float64], bool]:
-    """Return the times of all rows, float64 with NaN for a missing one, and whether they are dates in seconds.
+    """Return the times of all rows, float64 with NaN if missing, and whether they are dates in seconds.
 
-    Raises DataError, naming the line, for one that cannot be read, or is missing without an option.
+    Raises DataError for a time that is unreadable, or missing without an option.
     """
     cells: list[Any] = []
     for block in table.blocks({place}, times={place}):
@@ -103,7 +103,7 @@ def read_times(
         if wrong is not None and wrong.any():
             row = int(wrong.argmax())
             raise DataError(
-                here.format(lines[row]) + f"{cells[row]!r} is no time; write numbers, or dates as in "
+                here.format(lines[row]) + f"{cells[row]!r} is not a time; write numbers, or dates as in "
                 "2026-05-01T12:30:00.25"
             )
     else:
@@ -121,7 +121,7 @@ def read_times(
 
 
 def _of_dates(cells: list[str]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return seconds since the first date, and which cells are no dates."""
+    """Return seconds since the first date, and a mask of the cells that are not dates."""
     seconds = np.full(len(cells), np.nan)
     wrong = np.zeros(len(cells), np.bool_)
     origin: int | None = None
@@ -138,25 +138,25 @@ def _of_dates(cells: list[str]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]
             continue
         shift = 3_600 * int(found["hours"] or 0) + 60 * int(found["minutes"] or 0)
         moment += shift if found["sign"] == "-" else -shift
-        # float64 has too few digits for microseconds since 1970
+        # float64 has too few digits for microseconds since 1970.
         origin = moment if origin is None else origin
         seconds[row] = moment - origin + float(f"0.{found['part'] or 0}")
     return seconds, wrong
 
 
 def unit_named(name: str) -> str | None:
-    """Return the unit that a column's name says, None if it says none."""
+    """Return the unit in a column's name, if any."""
     found = _NAME.fullmatch(name.strip().casefold())
     word = (found["unit"] or found["alone"]) if found else None
     if word is None:
-        # of a column that time= names
+        # A column that time= names.
         parts = re.split(r"[\s_\-.,:/()\[\]]+", name.strip().casefold().rstrip(")]"))
         word = parts[-1] if len(parts) > 1 else None
     return next((unit for unit, words in _SPELLINGS.items() if word and re.fullmatch(words, word)), None)
 
 
 def unit_found(first: float, step: float, wanted: float | None) -> str | None:
-    """Return the unit of numbers that begin with ``first`` and have this median step; None if it may be s or ms.
+    """Return the unit of numbers with this first value and median step; None if it may be s or ms.
 
     wanted: samples per second.
     """
@@ -169,7 +169,8 @@ def unit_found(first: float, step: float, wanted: float | None) -> str | None:
 
 
 def said_of_unit(name: str, unit: str, step: float) -> str:
-    """Return the remark on a unit that the column's name does not say."""
+    """Return a remark on a unit that the column's name does not give."""
+
     return (
         f"{name}, with a median step of {step:.6g}, was read as {_WORDS[unit]}; for others add the unit to its name, "
         f"as in {name}_s or {name}_ms"

@@ -1,4 +1,4 @@
-"""Windows of recordings: their length, step and rate, as options or the federation say."""
+"""Windows of recordings: length, step and rate, from options or the federation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .errors import BadOption, DataError
 from .options import ReadOptions
 from .samples import class_order, plural, some
 
+# Readings of a window.
 SHORTEST = 4
-"""Readings of a window."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """window, step: seconds as float, samples as int; without a step, half the window."""
+    """window, step: seconds as float, samples as int; None: half the window."""
 
     window: float
     step: float | None
 
     def samples(self, source: str, rate: float) -> tuple[int, int]:
-        """Return window and step in samples. Raises BadOption if one has none."""
+        """Return window and step in samples. Raises BadOption if one is too short."""
         window = count(self.window, rate)
         step = max(1, window // 2) if self.step is None else count(self.step, rate)
         for key, given, length in (("window", self.window, window), ("step", self.step, step)):
@@ -41,7 +41,7 @@ class Cut:
 
 
 def count(length: float, rate: float) -> int:
-    """Return a length, seconds if it is a float, in samples."""
+    """Return a length in samples; it is in seconds if it is a float."""
     return length if isinstance(length, int) else round(length * rate)
 
 
@@ -50,16 +50,17 @@ def is_recordings(options: ReadOptions, preparation: Preparation | None) -> bool
     if preparation is not None:
         return preparation.reader == "recordings"
     if options.step is not None and options.window is None:
-        raise BadOption(f"--data: step={options.step} stands without a window; add it, as in window=2.56s")
+        raise BadOption(f"--data: step={options.step} needs a window; add it, as in window=2.56s")
     return options.window is not None
 
 
 def cut_of(source: str, options: ReadOptions, preparation: Preparation | None) -> Cut:
-    """Return the windows: the federation's, or those of the options. Raises BadOption if these contradict."""
+    """Return the windows of the federation or of the options. Raises BadOption if they differ."""
     if preparation is None:
-        assert options.window is not None, "is_recordings has looked"
+        assert options.window is not None, "checked by is_recordings"
         return Cut(options.window, options.step)
-    window, rate = preparation.shape[0], preparation.rate
+    window = preparation.shape[0]
+    rate = preparation.rate
     wanted = Cut(window, preparation.step)
     if rate is None:
         return wanted
@@ -75,7 +76,7 @@ def cut_of(source: str, options: ReadOptions, preparation: Preparation | None) -
 
 
 def rate_of(source: str, options: ReadOptions, preparation: Preparation | None) -> float | None:
-    """Return the wanted rate: the federation's, or that of the options. Raises BadOption if these contradict."""
+    """Return the rate of the federation or of the options, if any. Raises BadOption if they differ."""
     if preparation is None or preparation.rate is None:
         return options.rate
     if options.rate is not None and options.rate != preparation.rate:
@@ -87,14 +88,14 @@ def rate_of(source: str, options: ReadOptions, preparation: Preparation | None) 
 
 
 def starts(length: int, window: int, step: int) -> range:
-    """Return where the windows of a recording begin."""
+    """Return the starts of a recording's windows."""
     return range(0, length - window + 1, step)
 
 
 def remark(source: str, counts: Sequence[int], labels: NDArray[np.str_] | None) -> str:
-    """Return how many recordings and windows there are, in all and by class. Raises DataError if there are none.
+    """Return the number of recordings and windows, in all and by class, as text. Raises DataError without windows.
 
-    counts: the windows of each recording; labels: its class.
+    counts: windows of each recording. labels: class of each recording.
     """
     windows = np.array(counts, np.intp)
     short = int(np.count_nonzero(windows == 0))
@@ -102,7 +103,7 @@ def remark(source: str, counts: Sequence[int], labels: NDArray[np.str_] | None) 
     if not used:
         raise DataError(
             f"{source}: none of {plural(len(windows), 'recording')} is as long as a window; make the window shorter, "
-            "and see that rows are in order of time within each recording"
+            "and check that rows are in order of time within each recording"
         )
     text = f"{plural(used, 'recording')}, {plural(int(windows.sum()), 'window')}"
     if labels is not None and labels.dtype.kind == "U":

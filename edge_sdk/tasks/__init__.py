@@ -1,8 +1,7 @@
 """Tasks: the data of one device, and the model and loss that PyTorch trains with.
 
-Data are numpy arrays. PyTorch is imported only for a model or a loss, since a device may lack it. Built-in tasks and
-those of other packages register a loader under the entry point ``sparrow.tasks``; users make a ``Task`` directly.
-``mnist:leaf`` names one of several networks of a task.
+Built-in tasks and those of other packages register a loader under the entry point ``sparrow.tasks``; users make a
+``Task`` directly. ``mnist:leaf`` names one of several networks of a task.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Batches(Protocol):
 
 
 def as_arrays(batch: Iterable[Any]) -> tuple[Array, Array]:
-    """Return (inputs, targets) as C-contiguous arrays, also of tensors in main memory; copies only if needed."""
+    """Return (inputs, targets) as C-contiguous arrays, copied only if needed."""
     inputs, targets = batch
     return np.ascontiguousarray(inputs), np.ascontiguousarray(targets)
 
@@ -72,7 +71,7 @@ def passes(batches: Batches, seed: int) -> Iterator[Any]:
 
 
 def count_examples(batches: Batches) -> int:
-    """Return the number of samples in one pass: declared by the batches or a DataLoader's dataset, else counted."""
+    """Return the number of samples in one pass, counted only if it is not declared."""
     known = getattr(batches, "num_examples", None)
     if isinstance(known, int):
         return known
@@ -83,7 +82,7 @@ def count_examples(batches: Batches) -> int:
 
 
 def collect_targets(batches: Batches) -> Array:
-    """Return the targets of one pass, flattened: from the batches' own array, else collected."""
+    """Return the targets of one pass, flattened."""
     known = getattr(batches, "targets", None)
     if isinstance(known, np.ndarray):
         return known.reshape(-1)
@@ -205,9 +204,8 @@ def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 class TaskLoader(Protocol):
     """The interface of functions that make a task from the user's data.
 
-    A loader with several networks also takes ``model``, the text after the colon in the task's name, and raises
-    UnknownTask for an unknown one. A loader that reads files by the published description also takes ``manifest``,
-    None to publish.
+    A loader with several networks also takes ``model``, the text after the colon in the task's name; a loader that
+    reads files by the published description also takes ``manifest``, None to publish. Raises UnknownTask.
     """
 
     def __call__(self, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:

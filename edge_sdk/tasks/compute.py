@@ -1,8 +1,4 @@
-"""Accelerator, threads, memory format and precision of this device.
-
-Settings travel with the task. The defaults change nothing: processor, the process's threads, float32, and the memory
-format that ``layout`` chooses.
-"""
+"""Accelerator, threads, memory format and precision of this device; the defaults change nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +12,8 @@ from ..errors import BadArgument
 ACCELERATORS = ("auto", "cpu", "cuda")
 PROCESSOR = "cpu"
 
+# Device nodes of GPU drivers: NVIDIA's, on a Jetson, in WSL, and AMD's.
 DRIVERS = ("nvidiactl", "nvhost-gpu", "nvgpu", "dxg", "kfd")
-"""Device nodes of the drivers of GPUs that PyTorch computes on: NVIDIA's, on a Jetson, in WSL, and AMD's."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +60,8 @@ USUAL = Compute()
 def choose_device(accelerator: str, *, deterministic: bool = False, nodes: Path = Path("/dev")) -> str:
     """Return the device, cpu or cuda, for ``accelerator``, one of ACCELERATORS.
 
-    ``auto`` is CUDA if PyTorch is installed and finds a GPU. deterministic: bitwise equal results, guaranteed only on
-    a processor. nodes: folder of device nodes; without a GPU's driver in it, ``auto`` skips the slow import of PyTorch.
-    Raises BadArgument for an unknown word, and for CUDA if it is missing or ``deterministic`` is set.
+    deterministic: bitwise equal results, guaranteed only on a processor. nodes: folder of device nodes. Raises
+    BadArgument for an unknown word, and for CUDA if it is missing or ``deterministic`` is set.
     """
     if accelerator not in ACCELERATORS:
         raise BadArgument(f"unknown accelerator {accelerator!r}; choose from {', '.join(ACCELERATORS)}")
@@ -74,6 +69,7 @@ def choose_device(accelerator: str, *, deterministic: bool = False, nodes: Path 
         return PROCESSOR
     if deterministic:
         raise BadArgument("bitwise equal results are guaranteed only on a processor; give --accelerator cpu")
+    # Importing PyTorch takes seconds and is useless without a GPU's driver.
     if accelerator == "auto" and not any((nodes / driver).exists() for driver in DRIVERS):
         return PROCESSOR
     try:

@@ -12,13 +12,11 @@ __all__ = ["Dataset"]
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """All samples: first those of the published training part, then those of the test part, if any.
+    """All samples: the published training part, then the test part, if any; compared by identity, for caches.
 
-    inputs [N, ...]: bytes or floats as stored, in memory or mapped from disk, or ``Decoded``. targets [N]: int64,
-    classes from 0. people [N]: number of each sample's person or domain, and ``names`` of the numbers; people without
-    published training samples come last. published: size of the training part. sources [N]: name of the recording
-    device. runs [N]: number of the unbroken recording. Sets are compared by identity, so that results can be cached by
-    set.
+    inputs [N, ...]: bytes or floats as stored, or ``Decoded``. targets [N]: int64, classes from 0. people [N]: index
+    into ``names`` of each sample's person or domain; people without training samples come last. published: size of
+    the training part. sources [N]: names of the recording devices. runs [N]: numbers of the unbroken recordings.
     """
 
     inputs: Any

@@ -2,8 +2,7 @@
 
     PATH,partition=dirichlet,alpha=0.1,index=3,of=100,seed=0
 
-Every device deals the whole set identically and keeps part ``index`` of ``of``. ``of`` counts all devices of the
-experiment, including those that join after training.
+Every device deals the whole set identically and keeps part ``index`` of ``of``, the number of all devices.
 """
 
 from __future__ import annotations
@@ -44,33 +43,33 @@ class Partition(Protocol):
 
 @dataclass(frozen=True)
 class Dealing:
-    """The options of a device's data.
-
-    path: file or folder, if needed. index: the part; None to use the device's name. of: number of parts. options: of
-    the partition, by name. held_out: test share of each part; validation: share of the rest. part: deal only the
-    published training part (``train``) or the test part too (``all``). shift: share of the device's test samples
-    replaced by test samples of all devices. test: use a share of the ``own`` part, or a slice of the ``published`` test
-    part. corruption, severity: of the device's test images. train_on, test_on: recording devices of the training and
-    test samples; None for all. public: share of the samples that every device gets instead, for methods that compare
-    models on them. leave_out: person or domain that is not dealt and whose samples are the published test part.
-    """
+    """The options of a device's data."""
 
     path: str | None
     seed: int
+    # The part; by default it follows from the device's name.
     index: int | None = None
     of: int | None = None
     partition: str = "dirichlet"
     options: tuple[tuple[str, float], ...] = ()
+    # Test share of each part, and validation share of the rest.
     held_out: float = 0.3
     validation: float = 0.15
+    # Deal only the published training part, or the test part too.
     part: Literal["train", "all"] = "train"
+    # Share of the device's test samples that test samples of all devices replace.
     shift: float = 0.0
+    # Test on a share of the device's own part, or on its slice of the published test part.
     test: Literal["own", "published"] = "own"
+    # Of the device's test images.
     corruption: str | None = None
     severity: int = 0
+    # Recording devices of the training and test samples; by default all.
     train_on: str | None = None
     test_on: str | None = None
+    # Share of the samples that every device gets instead, for methods that compare models on them.
     public: float = 0.0
+    # Person or domain that is not dealt and whose samples are the published test part.
     leave_out: str | None = None
 
     def __post_init__(self) -> None:
@@ -156,7 +155,6 @@ def _entries(text: str) -> list[str]:
 
 
 def _texts(entries: Sequence[str], advice: str) -> dict[str, str]:
-    """Return the text of each key."""
     texts: dict[str, str] = {}
     for entry in entries:
         key, equals, text = (word.strip() for word in entry.partition("="))
@@ -169,7 +167,6 @@ def _texts(entries: Sequence[str], advice: str) -> dict[str, str]:
 
 
 def _values(texts: Mapping[str, str], partition: str, advice: str) -> tuple[dict[str, object], list[tuple[str, float]]]:
-    """Return the fields of a dealing and the options of its partition."""
     option_types = _option_types(find_partition(partition))
     fields: dict[str, object] = {}
     options: list[tuple[str, float]] = []
@@ -250,7 +247,6 @@ def find_partition(name: str) -> Partition:
 
 
 def _option_types(rule: Callable[..., object]) -> dict[str, type]:
-    """Return int or float for each option of a partition."""
     hints = get_type_hints(rule)
     return {
         name: int if hints.get(name) is int else float
@@ -308,10 +304,7 @@ def _parts(dataset: Dataset, dealing: Dealing) -> tuple[Index, Index]:
 
 
 def _recorded_with(dataset: Dataset, samples: Index, source: str | None, use: str) -> Index:
-    """Return the samples recorded with ``source``, in their order; all of them if it is None.
-
-    Applied after the split, so that ``test_on`` does not change the training samples.
-    """
+    # Applied after the split, so that `test_on` does not change the training samples.
     if source is None:
         return samples
     option = f"{'test_on' if use == 'test' else 'train_on'}={source}"
@@ -348,7 +341,6 @@ def public_samples(dataset: Dataset, dealing: Dealing) -> Index | None:
 
 
 def _dealt_samples(dataset: Dataset, dealing: Dealing) -> tuple[Index, Index]:
-    """Return all training samples, and the public ones among them."""
     training, _ = _parts(dataset, dealing)
     return training, training[drawn(len(training), dealing.seed, dealing.public)]
 
@@ -361,13 +353,11 @@ def all_training_samples(dataset: Dataset, dealing: Dealing, *, device: str) -> 
 
 @lru_cache(maxsize=8)
 def _union(dataset: Dataset, dealing: Dealing, of: int, use: Literal["train", "test"]) -> Index:
-    """Return the samples that all devices have for one use, each once."""
     split = [_split(dataset, samples, dealing) for samples in _deal(dataset, dealing, of)]
     return np.sort(np.concatenate([each.train if use == "train" else each.test for each in split]))
 
 
 def _split(dataset: Dataset, samples: Index, dealing: Dealing) -> Split:
-    """Return a device's samples by use; its test part is empty for test=published."""
     held_out = None if dealing.test == "published" else dealing.held_out
     runs = None if dataset.runs is None else dataset.runs[samples]
     parts = split(len(samples), dealing.seed, held_out, dealing.validation, runs)
@@ -375,11 +365,8 @@ def _split(dataset: Dataset, samples: Index, dealing: Dealing) -> Split:
 
 
 def _published(dataset: Dataset, dealing: Dealing, *, index: int, of: int) -> Index:
-    """Return every ``of``-th sample of the published test part from ``index``.
-
-    Together the devices test on that part, each sample once, so that the mean of their accuracies, weighted by test
-    samples, is the accuracy on all of it.
-    """
+    # Together the devices test on that part, each sample once, so that the mean of their accuracies, weighted by test
+    # samples, is the accuracy on all of it.
     _, testing = _parts(dataset, dealing)
     if len(testing) == 0:
         raise BadOption("--data: test=published, but the data have no published test part; add one, or leave it out")

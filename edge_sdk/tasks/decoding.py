@@ -74,7 +74,7 @@ def kept_array(
 
 
 def _write(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], fill: Callable[[Array], None]) -> None:
-    """Write a draft and rename it, so that a killed or a concurrent process leaves no partial file."""
+    # A draft that is renamed: a killed or a concurrent process leaves no partial file.
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     os.close(handle)

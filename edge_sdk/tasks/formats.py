@@ -190,7 +190,6 @@ def _people_beside(path: Path, archive: Mapping[str, Array]) -> dict[str, Array]
 
 
 def _text(path: Path, archive: Mapping[str, Array], wanted: SampleFormat) -> _Part:
-    """Return the windows of a text, of the task's length."""
     person = _only(path, [name for name in PEOPLE if name in archive])
     if person is None:
         raise KeyError(f"no entry names the speakers ({', '.join(PEOPLE)})")
@@ -202,7 +201,6 @@ def _text(path: Path, archive: Mapping[str, Array], wanted: SampleFormat) -> _Pa
 
 
 def _only(path: Path, names: Sequence[str]) -> str | None:
-    """Return the only name of ``names``, if any. Raises DataError for several."""
     if len(names) > 1:
         raise DataError(f"{path}: both {names[0]} and {names[1]} say who made a sample; keep one of them")
     return names[0] if names else None
@@ -258,7 +256,7 @@ def _idx_names(use: str, content: str) -> list[str]:
 
 
 def _read_idx(path: Path) -> Array:
-    """Read two zero bytes, 8 for unsigned bytes, the number of axes, big-endian uint32 lengths, the values."""
+    # Two zero bytes, 8 for unsigned bytes, the number of axes, big-endian uint32 lengths, the values.
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
@@ -331,7 +329,6 @@ def _read_table(path: Path) -> _Part:
 
 
 def _as_integers(names: Array) -> Array:
-    """Return names as integers if all are integers."""
     try:
         integers = names.astype(np.int64)
     except (ValueError, OverflowError):
@@ -436,7 +433,6 @@ def _whose(
 
 
 def _names_of(people: Array, names: Array | None, source: str) -> Array:
-    """Return the names of people, who may be numbers of ``names``."""
     if names is None or people.dtype.kind not in "iu":
         return people
     if people.min() < 0 or people.max() >= len(names):
@@ -446,7 +442,6 @@ def _names_of(people: Array, names: Array | None, source: str) -> Array:
 
 
 def _of_each(parts: Sequence[_Part], name: str, kinds: str, wanted: str) -> Array | None:
-    """Return an entry with one value per sample, of all parts; None if no part has it."""
     given = [getattr(part, name) for part in parts]
     if all(each is None for each in given):
         return None
@@ -490,7 +485,6 @@ def _values(array: Array, source: str, wanted: SampleFormat) -> Array:
 
 
 def _checked(source: str, inputs: Array, labels: Array, wanted: SampleFormat) -> tuple[Array, NDArray[np.int64]]:
-    """Return inputs and targets, checked, with numbered classes."""
     if len(inputs) != len(labels) or len(labels) == 0:
         raise DataError(f"{source}: {len(inputs)} samples have {len(labels)} labels; give one each, and at least one")
     targets = _numbered(source, labels, wanted)

@@ -185,7 +185,6 @@ class _Loader:
         return self._take_loader(batches)
 
     def wrong(self, text: str, where: str = "") -> BadArgument:
-        """Return the error for this loader."""
         return BadArgument(f"the task's {self._name} data{where}: {text}")
 
     def _check_kind(self, batches: Any) -> None:
@@ -488,7 +487,6 @@ class _Suit:
         return Fitted(batches, self) if any(changed) else batches
 
     def pair(self, batch: Any, where: str) -> Pair | None:
-        """Return a batch in the types of the training step."""
         given, wanted = batch
         inputs = self._converted(given, self._taken.inputs, "inputs", where)
         targets = self._target(wanted, where)
@@ -541,7 +539,6 @@ def _kind(value: Any) -> str:
 
 
 def _form(value: Any) -> str:
-    """Return shape and type of an array for a message."""
     return f"{tuple(np.shape(value))}" + (f" {_type(value)}" if hasattr(value, "dtype") else "")
 
 
@@ -588,7 +585,6 @@ def random_state_kept(*loaders: Any) -> Iterator[None]:
 
 
 def _generators(loader: Any) -> list[Any]:
-    """Return a DataLoader's own generators."""
     torch = sys.modules["torch"]
     loader = unwrapped(loader)
     batches = getattr(loader, "batch_sampler", None)

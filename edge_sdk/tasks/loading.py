@@ -1,9 +1,4 @@
-"""Batches over arrays in memory, and the usual classification task.
-
-A ``DataLoader`` collates sample by sample in Python, which costs several training steps for small images. Arrays are
-indexed whole instead: one permutation per epoch, one gather per batch. ``Arrays`` are a device's own samples;
-``Chosen`` are indices into a set that simulated devices share, converted to numbers batch by batch.
-"""
+"""Batches over arrays in memory, and the usual classification task."""
 
 from __future__ import annotations
 
@@ -55,10 +50,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Arrays:
-    """Samples and their targets: inputs [N, ...], targets [N], C-contiguous; tensors become arrays.
-
-    Inputs may be ``Decoded``; ``take`` then returns a list of them, since lengths may differ.
-    """
+    """A device's own samples: inputs [N, ...] or ``Decoded``, targets [N], C-contiguous; tensors become arrays."""
 
     inputs: Any
     targets: Array
@@ -88,7 +80,7 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Scale:
-    """Conversion of stored values to float32 (x - mean) / deviation, with one entry of each per channel (axis 1)."""
+    """Conversion of stored values to float32 (x - mean) / deviation, by channel (axis 1)."""
 
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
@@ -105,11 +97,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The samples ``index`` (integers [n]) of a shared set, in this order, ``scale``d per batch if a scale is given.
-
-    ``inputs`` [N, ...] and ``targets`` [N] are never copied whole; the index may repeat samples. Inputs may be
-    ``Decoded``, as in ``Arrays``.
-    """
+    """The samples ``index`` (integers [n]) of a shared set, never copied whole; batches are ``scale``d if given."""
 
     inputs: Any
     targets: Array
@@ -124,7 +112,7 @@ class Chosen:
         return len(self.index)
 
     def take(self, chosen: Positions) -> tuple[Array, Array]:
-        """Return the inputs, scaled if there is a scale, and targets of ``chosen``."""
+        """Return the inputs, scaled if given, and targets of ``chosen``."""
         rows = self.index[chosen]
         inputs = _take(self.inputs, rows)
         return inputs if self.scale is None else self.scale(inputs), np.take(self.targets, rows, axis=0)
@@ -163,11 +151,9 @@ def _take(array: Any, chosen: Positions) -> Any:
 
 @dataclass(frozen=True)
 class ArrayBatches:
-    """Batches over samples in memory, in their order or ``shuffled``.
+    """Batches over samples in memory, in their order or ``shuffled``; the last one may be smaller."""
 
-    The last batch may be smaller. A rest of a single sample joins the batch before it, because batch norm cannot
-    normalise one sample.
-    """
+    # A DataLoader collates sample by sample in Python, which costs several training steps for small images.
 
     arrays: Samples
     batch_size: int
@@ -189,6 +175,7 @@ class ArrayBatches:
     def __len__(self) -> int:
         """Batches in one pass."""
         whole, rest = divmod(self.num_examples, self.batch_size)
+        # Batch norm cannot normalise one sample, so a single one joins the batch before.
         return max(1, whole + (rest > 1))
 
     def __iter__(self) -> Iterator[tuple[Array, Array]]:
@@ -228,7 +215,8 @@ class ScaledError:
 
 
 def batched(parts: Mapping[str, Samples | None], batch_size: int) -> dict[str, Any]:
-    """Return the batches of a task's parts by field: train, validation, test, public, as far as given."""
+    """Return the batches of a task's parts by field, as far as given."""
+
     sizes = {"validation": EVALUATION_BATCH, "test": EVALUATION_BATCH}
     return {
         use: ArrayBatches(samples, sizes.get(use, batch_size)) for use, samples in parts.items() if samples is not None

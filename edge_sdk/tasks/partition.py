@@ -268,7 +268,6 @@ def shifted(own: Index, union: Index, *, seed: int, device: int, degree: float) 
 
 
 def _check(labels: Array, of: int, minimum: int) -> None:
-    """Raise for a partition that no draw can make."""
     if of < 1 or minimum < 0:
         raise BadOption(f"{of} devices of at least {minimum} samples each; give at least 1 device and 0 samples")
     if of * minimum > len(labels):

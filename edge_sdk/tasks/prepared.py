@@ -78,12 +78,10 @@ class _Preparing:
     preparer: Preparer
 
     def pair(self, batch: Any, where: str) -> tuple[Array, Array]:
-        """Return the prepared inputs and the targets."""
         raw, targets = as_arrays(batch)
         return self.preparer(fitting(raw, self.preparer)), targets
 
     def labels(self, targets: Array) -> Array:
-        """Return the targets."""
         return targets
 
 

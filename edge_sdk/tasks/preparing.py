@@ -325,7 +325,7 @@ def _new_graph() -> Building:
 
 
 def _open(graph: Building, name: str, shape: tuple[int, ...]) -> str:
-    """Add an initialiser with type and shape, but without data."""
+    # An initialiser with type and shape, but without data.
     import onnx
 
     graph.initializers.append(onnx.TensorProto(name=name, data_type=onnx.TensorProto.FLOAT, dims=shape))
@@ -333,7 +333,6 @@ def _open(graph: Building, name: str, shape: tuple[int, ...]) -> str:
 
 
 def _model(graph: Building, dtype: str, shape: tuple[int | str, ...], made: tuple[int, ...]) -> bytes:
-    """Return the graph from ``input`` to ``output``, serialised."""
     import onnx.helper
 
     kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))

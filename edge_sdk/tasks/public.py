@@ -85,7 +85,6 @@ class Choice:
 
 
 def _grey_levels(*shares: float) -> tuple[float, ...]:
-    """Return shares of full brightness, as given by papers, in grey levels."""
     return tuple(255 * share for share in shares)
 
 
@@ -209,7 +208,7 @@ load_shakespeare = partial(load, SHAKESPEARE, partition="person")
 
 
 def _corrupted(dataset: Dataset, dealing: Dealing, test: Index, *, device: str) -> Array:
-    """Return the corrupted test images: uint8 [n, C, H, W]. Raises DataError."""
+
     name = str(dealing.corruption)
     own = np.moveaxis(cast(Images, dataset.inputs[test]), 1, 3)
     if name in PUBLISHED:

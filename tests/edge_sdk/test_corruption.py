@@ -84,7 +84,7 @@ def test_grey_images_have_no_saturation():
 @pytest.mark.parametrize("name", ["jpg", "Contrast", "../labels"])
 def test_an_unknown_kind_is_told_with_those_there_are(name):
     with pytest.raises(
-        DataError, match=r"unknown corruption .*; choose from gaussian_noise, .* with test=published glass_blur"
+        DataError, match=r"unknown corruption .*; choose from gaussian_noise, .* with test=published from glass_blur"
     ):
         corrupted(PHOTOS, name, 1)
 
@@ -348,14 +348,14 @@ def test_published_arrays_that_are_missing_or_others_are_explained(folder):
     place = folder / "CIFAR-10-C"
     np.save(place / "snow.npy", np.zeros((40, 32, 32, 3), np.uint8))
     with pytest.raises(
-        DataError, match=r"holds uint8 of shape \(40, 32, 32, 3\); .* give uint8 \(50, 32, 32, 3\), sev"
+        DataError, match=r"contains uint8 of shape \(40, 32, 32, 3\); .* give uint8 \(50, 32, 32, 3\), sev"
     ):
         load(folder, "test=published,corruption=snow,severity=1")
     (place / "snow.npy").write_bytes(b"no array")
     with pytest.raises(DataError, match=r"snow\.npy: cannot be read"):
         load(folder, "test=published,corruption=snow,severity=1")
     np.save(place / "labels.npy", np.zeros(50, np.uint8))
-    with pytest.raises(DataError, match=r"labels are not those .* give the data in their published order"):
+    with pytest.raises(DataError, match=r"labels differ from those .* give the data in their published order"):
         load(folder, "test=published,corruption=fog,severity=1")
     (place / "labels.npy").unlink()
     with pytest.raises(DataError, match=r"labels\.npy: is missing"):

@@ -354,9 +354,9 @@ def test_idx_as_mnist_is_published(folder):
     check(read_dataset(str(folder), MNIST), published=20)
     check(read_dataset(str(folder / "train-images-idx3-ubyte.gz"), MNIST), published=20)
     (folder / "train-labels-idx1-ubyte").unlink()
-    refused(folder, MNIST, "no train-labels-idx1-ubyte")
+    refused(folder, MNIST, "train-labels-idx1-ubyte or .* is missing")
     (folder / "train-images-idx3-ubyte.gz").unlink()
-    refused(folder, MNIST, "no train-images-idx3-ubyte beside t10k")
+    refused(folder, MNIST, "train-images-idx3-ubyte is missing beside t10k")
 
 
 def test_broken_idx_files_are_explained(folder):
@@ -366,7 +366,7 @@ def test_broken_idx_files_are_explained(folder):
         (b"\0\0\x0d\x03" + bytes(12), "begins with 00000d03, so it is not an IDX"),
         (b"\0\0\x08\x03\0\0", "ends within its header"),
         (b"\0\0\x08\x03" + struct.pack(">3I", 24, 28, 28) + bytes(100), "contains 100 values, its header says"),
-        (b"\0\0\x08\x03" + struct.pack(">3I", *[2**32 - 1] * 3), "holds 0 values"),
+        (b"\0\0\x08\x03" + struct.pack(">3I", *[2**32 - 1] * 3), "contains 0 values"),
     ):
         images.write_bytes(content)
         os.utime(folder, ns=(len(content), len(content)))
@@ -386,7 +386,7 @@ def test_cifar_as_it_is_published_in_binary(folder):
     check(read_dataset(str(folder), CIFAR10), PHOTOS, published=20)
     (folder / names[0]).write_bytes(b"123")
     os.utime(folder, ns=(7, 7))
-    refused(folder, CIFAR10, "3 bytes are no multiple of 3073")
+    refused(folder, CIFAR10, "3 bytes are not a multiple of 3073")
 
 
 # --- tables

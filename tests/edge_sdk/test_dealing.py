@@ -63,7 +63,7 @@ def test_every_entry_is_read():
         ("part=test", "part=test; choose train or all"),
         ("shift=2", "shift=2; give a share from 0 to 1"),
         ("test=all", "test=all; choose own or published"),
-        ("test=published,part=all", "part=all trains on the published test part .* leave one of them out"),
+        ("test=published,part=all", "part=all trains on the published test part, .* leave one of them out"),
         ("test=published,shift=0.5", "shift=0.5 replaces the devices' own test samples, .* leave one of them out"),
         ("severity=3", "give corruption and severity together, as in corruption=contrast,severity=3"),
         ("corruption=contrast,severity=1", "corruption=contrast needs images of bytes, which mnist does not have"),

@@ -128,7 +128,6 @@ def _split_recordings(every: Raw, seed: int) -> Split | None:
 
 
 def _people(raw: Raw) -> list[str]:
-    """Return a remark if a file of several people is used as one device's."""
     names = [] if raw.people is None else sorted(map(str, np.unique(raw.people)))
     if len(names) < 2:
         return []
@@ -136,7 +135,6 @@ def _people(raw: Raw) -> list[str]:
 
 
 def _recordings(uses: Mapping[str, Raw]) -> list[str]:
-    """Return a remark on the number of recordings in the parts."""
     names = {"train": "train", "validation": "check", "test": "test"}
     held = {name: uses[use].runs for use, name in names.items() if use in uses and uses[use].reader == "recordings"}
     counts = [f"{len(np.unique(runs))} {name}" for name, runs in held.items() if runs is not None]

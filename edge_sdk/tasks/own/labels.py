@@ -144,7 +144,6 @@ def labels_of(raw: Raw) -> Array:
 
 
 def _class_targets(path: str, first: Raw, found: tuple[str, ...], publishing: Publishing) -> Targets:
-    """Return the description of the classes to publish."""
     names = publishing.classes or first.classes or found
     if len(names) + publishing.spare < 2:
         met = f"--classes names only {some(names)}" if publishing.classes else f"all labels are {some(names)}"

@@ -146,7 +146,7 @@ def prepared_shape(preparation: BuiltPreparation) -> tuple[int, ...]:
 
 
 def _hears(preparation: BuiltPreparation | None, known: Known) -> bool:
-    """Return whether samples are sounds, which have a network of their own."""
+    # Sounds have a network of their own.
     description = known.preparation if preparation is None else preparation.description
     return description is not None and description.axes == "T"
 
@@ -158,7 +158,7 @@ def _build(shape: tuple[int, ...], outputs: int, scale: tuple[float, float] | No
 
 
 def _label_of(raw: Raw) -> str:
-    """Return the name of the labels: "class" for folders, "y" for an npz file."""
+    # Folders name classes, npz files have an entry y.
     return raw.label or ("class" if isinstance(raw.inputs, Decoded) else "y")
 
 

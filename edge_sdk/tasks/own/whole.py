@@ -76,7 +76,7 @@ def load_part(
 
 
 def _person_in(dealt: str) -> tuple[str | None, str]:
-    """Return the value of ``person=NAME``, and the text without it."""
+    # Take `person=NAME` out of the text.
     entries = [entry.strip() for entry in dealt.split(",")]
     people = [entry.partition("=")[2].strip() for entry in entries if entry.partition("=")[0].strip() == "person"]
     rest = ",".join(entry for entry in entries if entry.partition("=")[0].strip() != "person")

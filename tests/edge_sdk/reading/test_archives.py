@@ -124,7 +124,7 @@ def test_declared_classes_name_the_labels(read, classes, labels, found, declared
         (2, Y + 1, ["y[1]", "2", "0 to 1"]),
         (["a", "b"], np.array(["a", "c"] * 3), ["y[1]", "'c'", "a, b"]),
         (["a", "b", "c"], np.eye(2)[Y], ["rows of 2", "3"]),
-        (["a", "a"], Y, ["classes", "twice"]),
+        (["a", "a"], Y, ["classes", "repeats"]),
         (1, Y, ["classes", "1"]),
         (np.ones((2, 2)), Y, ["classes", "(2, 2)"]),
     ],

@@ -191,7 +191,7 @@ def test_the_federation_fixes_the_rate(save, read, refused):
 def test_one_sound_can_be_read_without_labels(save, read, refused):
     save("1.wav")
     assert len(read(name="1.wav", labelled=False, preparation=federation())[""].inputs) == 1
-    refused("says no class", name="1.wav")
+    refused("without a class", name="1.wav")
 
 
 def test_a_federation_of_pictures_refuses_sounds(save, refused):

@@ -98,7 +98,7 @@ def test_other_files_are_said_by_suffix(save, read, tmp_path):
     words = said(read()[""])
     assert "2 .txt, 1 without suffix" in words
     assert "1 file beside the folders of classes was left out: 1 .md" in words
-    assert "no class: empty" in words
+    assert "not used as classes: empty" in words
 
 
 def test_content_decides_on_the_format(save, read, tmp_path):
@@ -313,7 +313,7 @@ def test_one_picture_or_a_flat_folder_can_be_read_without_labels(save, read, ref
     assert raw.labels is None
     assert [np.array_equal(*pair) for pair in zip(raw.inputs, stored, strict=True)] == [True, True]
     assert np.array_equal(read(name="b.png", labelled=False)[""].inputs[0], stored[1])
-    refused("says no class", name="b.png")
+    refused("without a class", name="b.png")
 
 
 # --- the federation
