@@ -1,11 +1,11 @@
 """Acceptance of updates and receipts: each is checked, stored durably, and acknowledged once.
 
-An update is decoded here once. The sums take the decoded values from memory (``intake.DecodedUpdates``) if they are
-still there, else from the disk.
+An update is decoded once. Sums take the decoded values from memory (``intake.DecodedUpdates``) if they are still
+cached, otherwise from the disk.
 
-A device whose updates are refused ``MOST_REFUSALS`` times in a row loses its assignment and rests: its rounds would
-wait for it, and each further body would cost the coordinator a look. After the rest one refusal is enough for the
-next. An update that is accepted ends the count.
+A device with ``MOST_REFUSALS`` refused updates in a row loses its assignment and rests: its rounds would wait for it,
+and each body costs the coordinator a check. After the rest, one refusal suffices for the next. An accepted update
+resets the count.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _ACCEPT = (
 
 @dataclass(frozen=True)
 class Sent:
-    """An update as it came; see ``Acceptance.accept_update``."""
+    """A received update; see ``Acceptance.accept_update``."""
 
     assignment_id: str
     device_id: str
@@ -91,7 +91,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class _Checked:
-    """An update that can be recorded: by ``write_down``, in a transaction. keys: its blobs, written already."""
+    """An update ready to be recorded with ``write_down`` in a transaction. keys: its written blobs."""
 
     federation_id: int
     keys: Sequence[str]
@@ -99,7 +99,7 @@ class _Checked:
 
 
 class Acceptance:
-    """Takes in what devices send: updates and receipts. decoded: keeps updates in memory for the round's sums."""
+    """Accepts updates and receipts. decoded: cache of updates for the round's sums."""
 
     def __init__(self, store: Store, models: Models, decoded: DecodedUpdates, clock: Callable[[], float]) -> None:
         self._store = store
@@ -108,12 +108,12 @@ class Acceptance:
         self._clock = clock
 
     def check_owner(self, assignment_id: str, device_id: str) -> None:
-        """Raise NotFound or NotAllowed unless it is an assignment of this device."""
+        """Raise NotFound or NotAllowed unless the assignment is this device's."""
         with self._store.reading() as db:
             owned(db, assignment_id, device_id)
 
     def check_envelope(self, assignment_id: str, device_id: str, media_type: str) -> int:
-        """Return the longest body, in bytes, that an update may have, before a byte of it is read.
+        """Return the longest valid body of an update, in bytes, before it is read.
 
         Raises NotFound, NotAllowed, WrongMediaType.
         """
@@ -124,18 +124,21 @@ class Acceptance:
     def _envelope(
         self, assignment: Assignment, device: Device, federation: Federation, media_type: str
     ) -> tuple[int, Mask | None]:
-        """Return the longest body that is valid, and the mask of an open assignment. Raises WrongMediaType."""
+        """Return the longest valid body, and the mask of an open assignment. Raises WrongMediaType."""
         wanted = bundle.MEDIA_TYPE if assignment.kind in BUNDLE_KINDS else JSON_TYPE
         if media_type != wanted:
-            raise WrongMediaType(f"an update of kind {assignment.kind} is sent as {wanted}, not as {media_type!r}")
+            raise WrongMediaType(f"send an update of kind {assignment.kind} as {wanted}, not as {media_type!r}")
         if assignment.kind not in BUNDLE_KINDS:
             return LARGEST_RECEIPT, None
-        manifest, mask = self._models.manifest(federation), None
-        method, plan = load_method(federation.method), assignment.plan or {}
-        if assignment.status == "open":  # else the model may be gone, and the answer is only that it is settled
+        manifest = self._models.manifest(federation)
+        mask = None
+        method = load_method(federation.method)
+        plan = assignment.plan or {}
+        # For a settled assignment the model may be gone, and its update is not decoded.
+        if assignment.status == "open":
             mask, _ = self._models.mask(federation, device, assignment)
         longest = bundle.largest_bundle(
-            # Devices may have masks of elements of their own, with more elements than the global one.
+            # Devices may have their own element masks, with more elements than the global one.
             count_values(manifest, None if isinstance(mask, ElementMask) else mask),
             settings_of(federation).precision_of("up", wire.Kind(assignment.kind)),
             manifest,
@@ -155,13 +158,13 @@ class Acceptance:
         *,
         intact: bool = False,
     ) -> bool:
-        """Authorise, check, store and record an update; return True if it is new, False if it is the same one again.
+        """Authorise, check, store and record an update; return False if the same update was accepted before.
 
-        digest: its SHA-256, if that is known. file: one of this machine that holds it, too, if there is one. intact:
-        that this was found to be the digest that its sender told, so that the one inside need not be compared, too.
+        digest: its SHA-256, if known. file: a local file with its content, if there is one. intact: whether it was
+        compared with the sender's digest, so that the inner digest need not be checked.
 
-        Raises NotFound, NotAllowed, WrongMediaType, TooLarge, RoundClosed, DifferentUpdate, BadContent. When it
-        returns, the update survives a power cut and counts in its round exactly once.
+        Raises NotFound, NotAllowed, WrongMediaType, TooLarge, RoundClosed, DifferentUpdate, BadContent. On return, the
+        update survives a power cut and counts in its round exactly once.
         """
         (outcome,) = self.accept_all([Sent(assignment_id, device_id, body, media_type, digest, file, intact)])
         if isinstance(outcome, BaseException):
@@ -169,7 +172,7 @@ class Acceptance:
         return outcome
 
     def accept_all(self, updates: Sequence[Sent]) -> list[bool | BaseException]:
-        """Accept updates together, in one transaction; return for each what ``accept_update`` returns or raises."""
+        """Accept updates in one transaction; return for each the result or error of ``accept_update``."""
         outcomes: list[bool | BaseException] = [False] * len(updates)
         checked: dict[int, _Checked] = {}
         for index, sent in enumerate(updates):
@@ -194,7 +197,7 @@ class Acceptance:
         return outcomes
 
     def _refused(self, sent: Sent, error: BadContent) -> BadContent:
-        """Count a refusal; let the device rest after ``MOST_REFUSALS`` in a row. Return the error for its caller."""
+        """Count a refusal; after ``MOST_REFUSALS`` in a row, let the device rest. Return the caller's error."""
         with self._store.writing() as db:
             assignment, device, federation = owned(db, sent.assignment_id, sent.device_id)
             if assignment.status != "open":
@@ -202,15 +205,22 @@ class Acceptance:
             device.refusals += 1
             if device.refusals < MOST_REFUSALS:
                 return error
-            now, rest = self._clock(), f"it gets no work for {REST_MINUTES} minutes"
-            assignment.status, assignment.return_reason = "returned", "update-refused"
+            now = self._clock()
+            rest = f"it gets no work for {REST_MINUTES} minutes"
+            assignment.status = "returned"
+            assignment.return_reason = "update-refused"
             note_failure(device, assignment, f"{device.refusals} updates in a row were refused; {rest}", now)
             device.rest_until = now + 60 * REST_MINUTES
             touch(db, federation.id, assignment.round)
-            name, refusals = device.name, device.refusals
+            name = device.name
+            refusals = device.refusals
         log.warning(
             "%s: %s updates of %s in a row were refused, so %s: %s",
-            *(federation.name, refusals, name, rest, error),
+            federation.name,
+            refusals,
+            name,
+            rest,
+            error,
             extra={"round": assignment.round},
         )
         return BadContent(
@@ -218,15 +228,17 @@ class Acceptance:
         )
 
     def _check(self, sent: Sent) -> _Checked | None:
-        """Authorise, check and store an update; return what is to be recorded, None for one that was before."""
-        assignment_id, device_id, body = sent.assignment_id, sent.device_id, sent.body
+        """Authorise, check and store an update; return its record, or None if it was accepted before."""
+        assignment_id = sent.assignment_id
+        device_id = sent.device_id
+        body = sent.body
         digest = sent.digest or hashlib.sha256(body).hexdigest()
         with self._store.reading() as db:
             assignment, device, federation = owned(db, assignment_id, device_id)
         longest, mask = self._envelope(assignment, device, federation, sent.media_type)
         if len(body) > longest:
             raise TooLarge(
-                f"the body has {len(body)} bytes, nothing valid here is longer than {longest}; send only the mask's"
+                f"the body has {len(body)} bytes, nothing valid here is longer than {longest}; send only masked values"
             )
         if self._settled(assignment, digest):
             return None
@@ -244,22 +256,24 @@ class Acceptance:
         buffered = assignment.kind == wire.Kind.train and settings_of(federation).buffer is not None
 
         def write_down(db: Session) -> bool:
-            # Only while it is still open: the round may have closed since, or the same update have come twice.
+            # The round may have closed meanwhile, or the same update may have arrived twice.
             if not db.connection().execute(_ACCEPT, {"open_id": assignment_id, "status": "done", **values}).rowcount:
                 return not self._settled(owned(db, assignment_id, device_id)[0], digest)
             if changed:
                 db.execute(update(Device).where(Device.id == device_id).values(**changed))
             if buffered:
                 number_arrival(db, federation.id, assignment_id)
-            if assignment.kind not in BUNDLE_KINDS:  # a round that is open has no cached record
+            # Updates belong to an open round, which has no cached record.
+            if assignment.kind not in BUNDLE_KINDS:
                 touch(db, federation.id, assignment.round)
             return True
 
         return _Checked(federation.id, keys, write_down)
 
     def _mask_held_after(self, federation: Federation, assignment: Assignment, chosen: NeuronMask | None) -> str | None:
-        """Return the digest of the mask that a device holds that trained, though it has not said so: the model's, or
-        the neurons that it has chosen. The mask must outlive the round."""
+        """Return the digest of the mask that the device now holds: the model's, or its chosen neurons, stored beyond
+        the round.
+        """
         mask = self._models.model(federation, assignment.model_version).mask
         if mask is not None:
             return mask.digest
@@ -268,7 +282,7 @@ class Acceptance:
     def _keep(
         self, federation: Federation, assignment: Assignment, sent: Sent, digest: str, decoded: bundle.Bundle | None
     ) -> str:
-        """Write an update to the disk, and keep it in memory for the sums that this process makes; return its key."""
+        """Write an update to the disk, and cache it for this process's sums; return its key."""
         key = update_key(federation.id, assignment.id, digest)
         self._store.blobs.write(key, sent.body, sent.file)
         if decoded is not None and decoded.masked is None and self._store.shared is None:
@@ -310,7 +324,7 @@ class Acceptance:
             raise DifferentUpdate("another update was accepted for this assignment; ask for the next one")
         if assignment.status != "open":
             raise RoundClosed(
-                f"the assignment is {assignment.status}: round {assignment.round} does not take it any more; keep the "
+                f"the assignment is {assignment.status}: round {assignment.round} no longer accepts it; keep the "
                 f"personal model and ask for the next assignment"
             )
         return False
@@ -323,7 +337,7 @@ class Acceptance:
         mask: Mask | None,
         sent: Sent,
     ) -> tuple[BaseModel, bundle.Bundle | None, NeuronMask | None]:
-        """Return the report, the decoded bundle if it is one, and the neurons that the device has chosen, if it does.
+        """Return the report, the decoded bundle, if any, and the neurons that the device chose, if any.
 
         mask: the assignment's. Raises BadContent.
         """
@@ -382,12 +396,12 @@ def _changes_of(federation: Federation, device: Device, assignment: Assignment, 
 
 
 def _mends(assignment: Assignment, failure: dict[str, Any]) -> bool:
-    """Return whether accepted work ends a device's failure: one of training lasts until it has trained."""
+    """Return whether accepted work ends a device's failure: a failure in training lasts until it has trained."""
     return assignment.kind in COHORT_KINDS or failure.get("kind") not in COHORT_KINDS
 
 
 def _leaves_model(federation: Federation, assignment: Assignment) -> bool:
-    """Return whether a device that answered this assignment holds a personal model from then on."""
+    """Return whether the device holds a personal model after this assignment."""
     if assignment.kind in BUNDLE_KINDS:
         return load_method(federation.method).personal_models
     return assignment.kind not in (*JUDGING_KINDS, *ANSWERS)

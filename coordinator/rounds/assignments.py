@@ -1,6 +1,6 @@
 """Assignments of devices, and their state in the records.
 
-Statements of every call of a device are made once: SQLAlchemy takes longer to put one together than SQLite to answer.
+Statements of frequent calls are built once: SQLAlchemy takes longer to build one than SQLite to answer it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ..models.global_models import settings_of
 from ..storage.tables import Assignment, Device, Federation, Round
 
 COHORT_KINDS = (Kind.train.value, Kind.personalise.value, Kind.prepare.value)
-"""The kinds of work of a round's cohort; a federation's method decides which of them."""
+"""Kinds of work of a round's cohort, depending on the method."""
 
 BUNDLE_KINDS = (Kind.train.value, Kind.prepare.value)
-"""The kinds of work that are answered with values of the model."""
+"""Kinds of work answered with values of the model."""
 
 JUDGING_KINDS = tuple(kind.value for kind in JUDGING)
-"""The kinds of work that judge models."""
+"""Kinds of work that evaluate models."""
 
 DAMAGED = "its stored update was damaged, and no other came in time"
-"""The reason that an assignment has whose update was acknowledged, was found damaged, and is asked for again."""
+"""Return reason of an assignment whose acknowledged update was damaged and did not arrive again."""
 
 UNCOUNTED = and_(Assignment.arrival.is_not(None), Assignment.counted_round.is_(None))
-"""SQL, of an assignment in buffered rounds: its update has come, and waits to count in one."""
+"""SQL for assignments whose update waits to count in a buffered round."""
 
 _OWNED = (
     select(Assignment, Device, Federation)
@@ -52,7 +52,11 @@ _OLDEST_OPEN = (
 _OPEN_ROUND = select(Round).where(Round.federation_id == bindparam("federation_id"), Round.status == "open")
 _COHORT = (
     select(
-        *(Assignment.id, Assignment.device_id, Assignment.kind, Assignment.status, Assignment.update_sha256),
+        Assignment.id,
+        Assignment.device_id,
+        Assignment.kind,
+        Assignment.status,
+        Assignment.update_sha256,
         Assignment.most_examples,
     )
     .where(
@@ -76,24 +80,25 @@ def owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, 
 
 
 MOST_REFUSALS = 3
-"""Refused updates in a row after which a device rests, whatever it says."""
+"""Refused updates in a row after which a device rests."""
 
 
 def rests(device: Device, now: float) -> bool:
-    """Return whether a device gets no work because its updates were refused."""
+    """Return whether a device rests after refused updates."""
     return device.refusals >= MOST_REFUSALS and device.rest_until > now
 
 
 def note_failure(device: Device, assignment: Assignment | None, reason: str, now: float) -> None:
-    """Record why the work of a device came to nothing, for those who look after it."""
+    """Record the reason of a device's failed work, for operators."""
     round_, kind = (assignment.round, assignment.kind) if assignment is not None else (None, None)
     device.failure = {"reason": reason, "round": round_, "kind": kind, "at": now}
 
 
 def oldest_open(db: Session, device_id: str) -> tuple[Device, Federation, Assignment | None]:
-    """Return a device, its federation and its oldest open assignment: an evaluation before the round after it.
+    """Return a device, its federation and its oldest open assignment: an evaluation before the following round.
 
-    Raises FederationDeleted."""
+    Raises FederationDeleted.
+    """
     row = db.execute(_OLDEST_OPEN, {"asking_id": device_id}).first()
     if row is None:
         raise FederationDeleted
@@ -102,12 +107,12 @@ def oldest_open(db: Session, device_id: str) -> tuple[Device, Federation, Assign
 
 
 def open_round(db: Session, federation: Federation) -> Round | None:
-    """Return the federation's open round, of which there is at most one."""
+    """Return the federation's open round, if any."""
     return db.scalar(_OPEN_ROUND, {"federation_id": federation.id})
 
 
 class Drawable(NamedTuple):
-    """The few columns of a device that drawing it and giving it work need: there may be many devices."""
+    """The columns of a device needed for drawing it and giving it work; there may be many devices."""
 
     id: str
     name: str
@@ -118,7 +123,7 @@ class Drawable(NamedTuple):
 
 @dataclass(frozen=True)
 class Member:
-    """The few columns of an assignment that moving its round needs."""
+    """The columns of an assignment needed for moving its round."""
 
     id: str
     device_id: str
@@ -129,12 +134,12 @@ class Member:
 
 
 def weight_of(num_examples: int, most: int | None) -> int:
-    """Return the weight of an update whose device reports so many samples. most: its assignment's ``most_examples``."""
+    """Return the weight of an update with this reported number of samples. most: its assignment's ``most_examples``."""
     return num_examples if most is None else min(num_examples, most)
 
 
 def cohort_of(db: Session, federation: Federation, number: int) -> list[Member]:
-    """Return the assignments of a round's cohort, in its order."""
+    """Return the assignments of a round's cohort, in order."""
     rows = db.execute(_COHORT, {"federation_id": federation.id, "number": number})
     return [Member(*row) for row in rows]
 
@@ -151,11 +156,11 @@ def assign(
     ratio: float | None = None,
     most_examples: int | None = None,
 ) -> Assignment:
-    """Return a new assignment, not yet in the records; its deadline begins now.
+    """Return a new assignment, not recorded yet, whose deadline starts now.
 
-    whole: whether the payload is the whole global model, and for an evaluation whether there is one; None: as the
-    device needs it to train. ratio: the active ratio that was chosen for it; None: that of its budget. most_examples:
-    the largest weight of its update; None for any.
+    whole: whether the payload is the whole global model, and for an evaluation whether it has one; None: as the device
+    needs. ratio: active ratio; None: the device's budget. most_examples: largest weight of its update; None for no
+    limit.
     """
     method = load_method(federation.method)
     narrow = method.active is not None and method.active.narrow
@@ -177,9 +182,10 @@ def assign(
 
 
 def missed_work(db: Session, device_id: str, number: int) -> tuple[Assignment | None] | None:
-    """Return the assignment of a device that missed round ``number``, if it ever had one, in a tuple of one.
+    """Return a 1-tuple with the assignment of a device that missed round ``number``, or with None if it never had one.
 
-    None for a device that has done the work, handed it back, or was drawn since."""
+    Returns None for a device that has done or returned the work, or was drawn since.
+    """
     since = select(Assignment).where(Assignment.device_id == device_id, Assignment.round >= number)
     found = db.scalars(since.where(Assignment.kind.in_(COHORT_KINDS)).order_by(Assignment.round.desc())).first()
     settled = found is not None and (found.status in ("done", "returned") or found.kind != Kind.personalise.value)
@@ -195,7 +201,7 @@ def drop_late_work(db: Session, device_ids: Sequence[str]) -> None:
 
 
 def extend_deadlines(db: Session, federation: Federation, now: float) -> None:
-    """Start the clock of everything open anew."""
+    """Restart the deadlines of the open round and open assignments."""
     deadline = now + settings_of(federation).deadline_seconds
     db.execute(
         update(Round).where(Round.federation_id == federation.id, Round.status == "open").values(deadline_at=deadline)
@@ -208,7 +214,7 @@ def extend_deadlines(db: Session, federation: Federation, now: float) -> None:
 
 
 def forget_adapted(db: Session, federation: Federation) -> None:
-    """Forget adapted models before a federation goes on: they are not of its last global model any more."""
+    """Forget adapted models when a federation continues, since they are outdated."""
     if load_method(federation.method).personal_models:
         return
     db.execute(update(Device).where(Device.federation_id == federation.id).values(holds_model=False))
@@ -217,7 +223,7 @@ def forget_adapted(db: Session, federation: Federation) -> None:
 
 
 def touch(db: Session, federation_id: int, number: int) -> None:
-    """Mark the cached record of a round as stale, since a fact about it has come."""
+    """Mark the cached record of a round as stale after a new fact."""
     of_round = (Round.federation_id == federation_id, Round.number == number)
     db.execute(update(Round).where(*of_round).values(stale=True, facts=Round.facts + 1))
 
@@ -228,10 +234,10 @@ def update_folder(federation_id: int) -> str:
 
 
 def assignment_of(key: str) -> str:
-    """Return the assignment whose stored update lies under this key."""
+    """Return the assignment id in the key of a stored update."""
     return key.rpartition("/")[2].partition(".")[0]
 
 
 def update_key(federation_id: int, assignment_id: str, digest: str) -> str:
-    """Return the key of an update. It names the content: of two bodies, the recorded one is folded."""
+    """Return the key of an update. It contains the digest, so that only the recorded body is folded."""
     return f"{update_folder(federation_id)}/{assignment_id}.{digest}"

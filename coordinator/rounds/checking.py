@@ -23,8 +23,9 @@ from .intake import fault_of_update
 
 
 def check_form(decoded: Bundle, kind: Kind, situation: Situation) -> None:
-    """Raise BadContent unless values are masked where rounds are secure, else in the federation's precision, and what
-    prepares a model says what exists of it."""
+    """Raise BadContent unless values have the federation's precision, or are masked in secure rounds, and an update
+    that prepares a model has its mask.
+    """
     settings = situation.settings
     if settings.secure and kind is Kind.train:
         fault = _masked_fault(situation.manifest, settings, decoded)
@@ -32,17 +33,17 @@ def check_form(decoded: Bundle, kind: Kind, situation: Situation) -> None:
             raise BadContent(f"values: {fault}")
         return
     if decoded.masked is not None:
-        raise BadContent("values: masked values belong to secure federations")
+        raise BadContent("values: send masked values only to secure federations")
     precision = settings.precision_of("up", kind)
     if decoded.precision != precision:
         raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
     if kind is Kind.prepare and decoded.mask is None:
-        raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
+        raise BadContent("mask: send an update that prepares the model with its mask")
 
 
 def _masked_fault(manifest: Manifest, settings: FederationSettings, decoded: Bundle) -> str | None:
     if decoded.masked is None:
-        return "an update of a secure round is sent masked, never as it is; update this SDK"
+        return "an update of a secure round must be masked; update this SDK"
     if decoded.masked.dtype != WORDS[settings.secure_bits]:
         return f"masked values have {settings.secure_bits} bits here"
     wanted = words_of_extras(manifest, decoded.mask, metrics=settings.masks_metrics)
@@ -54,9 +55,10 @@ def _masked_fault(manifest: Manifest, settings: FederationSettings, decoded: Bun
 def check_mask(
     decoded: Bundle, assignment: Assignment, mask: Mask | None, model: GlobalModel, situation: Situation, *, device: str
 ) -> NeuronMask | None:
-    """Return the neurons that a device has chosen, where its method has it choose; None where it does not.
+    """Return the neurons that a device chose, if its method lets it choose, otherwise None.
 
-    mask: the assignment's. Raises BadContent unless the update has one that its method lets this device send."""
+    mask: the assignment's. Raises BadContent if the method does not permit the update's mask.
+    """
     method = load_method(situation.settings.method)
     choice = method.active.choice(situation.settings) if method.active else None
     if choice is not None and assignment.ratio is not None:
@@ -74,7 +76,7 @@ def check_mask(
 
 
 def _fits_assignment(method: CoordinatorMethod, mask: Mask | None, assigned: Mask | None) -> bool:
-    """Return whether an update's mask is its assignment's, but for neurons that any device may leave out."""
+    """Return whether an update's mask is its assignment's, apart from neurons that devices may leave out."""
     optional = method.active.optional if method.active else None
     if optional and isinstance(mask, NeuronMask) and isinstance(assigned, NeuronMask) and optional in assigned.active:
         mask = NeuronMask({**mask.active, optional: assigned.active[optional]})
@@ -82,7 +84,7 @@ def _fits_assignment(method: CoordinatorMethod, mask: Mask | None, assigned: Mas
 
 
 def check_parts(decoded: Bundle, parts: Mapping[str, Expected]) -> None:
-    """Raise BadContent unless an update brings these parts, with as many numbers."""
+    """Raise BadContent unless an update has exactly these parts, with the right sizes."""
     wanted = {name: part.most for name, part in parts.items()}
     if {name: len(numbers) for name, numbers in decoded.parts.items()} != wanted:
         brings = " and ".join(f"{count} {name}" for name, count in wanted.items())
@@ -90,15 +92,17 @@ def check_parts(decoded: Bundle, parts: Mapping[str, Expected]) -> None:
 
 
 def check_values(decoded: Bundle, model: GlobalModel, situation: Situation) -> None:
-    """Raise BadContent for values that make no model, or that moved further than ``update_norm_limit``."""
-    manifest, limit = situation.manifest, situation.settings.update_norm_limit
+    """Raise BadContent for invalid values, and for changes beyond ``update_norm_limit``."""
+    manifest = situation.manifest
+    limit = situation.settings.update_norm_limit
     fault = fault_of_update(manifest, decoded, model.tensors)
     if fault is not None:
         raise BadContent(f"{fault}; hand the assignment back, or train with a lower learning rate or a clip")
     if limit is None:
         return
     if decoded.precision == "int8":
-        change = decoded.values.astype(np.float64)  # a difference already
+        # int8 updates are differences.
+        change = decoded.values.astype(np.float64)
     else:
         change = difference(manifest, model.tensors, decoded.values, decoded.mask)
     norm = float(np.linalg.norm(change))

@@ -1,7 +1,7 @@
-"""Cleanup of blobs that no record names: the updates of closed rounds, and files that killed processes left.
+"""Removal of unreferenced blobs: updates of closed rounds, and files of killed processes.
 
-An update is needed from its acknowledgement until its round has closed; a global model while it is the current one, an
-open assignment is about it, or it is kept by rule (``models.Retention``); a mask while a device holds it.
+An update is needed from its acknowledgement until its round has closed; a global model while it is current, used by an
+open assignment, or kept by ``models.Retention``; a mask while a device holds it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ _ACKNOWLEDGED = (
 
 
 def clear(store: Store, models: Models, federation_id: int) -> None:
-    """Remove the blobs of a federation that no record names.
+    """Remove a federation's unreferenced blobs.
 
-    Updates of open assignments stay: they may be on their way to the records. What is there is listed before the
-    records are read: another process may move rounds meanwhile, and what it writes must not look unneeded."""
+    Updates of open assignments stay, since they may be about to be recorded. Blobs are listed before the records are
+    read, so that blobs of another process that moves rounds meanwhile are not removed.
+    """
     folders = *(f"{federation_id}/{each}" for each in ("models", "masks", "files")), update_folder(federation_id)
     found = model_keys, mask_keys, _, update_keys = [store.blobs.keys(folder) for folder in folders]
     with store.reading() as db:
@@ -69,15 +70,16 @@ def clear(store: Store, models: Models, federation_id: int) -> None:
 
 
 def models_in_use(db: Session, federation: Federation) -> set[int]:
-    """Return the versions of the global models that devices train on, or updates that wait were trained on."""
+    """Return the versions of global models of open assignments and waiting updates."""
     of_open = {row[1] for row in db.execute(_OPEN, {"federation_id": federation.id})}
     return {federation.model_version, *of_open, *(each.model_version for each in arrivals(db, federation))}
 
 
 def clear_all(store: Store, models: Models) -> None:
-    """Remove what killed processes left behind, of all federations, deleted ones among them.
+    """Remove the leftovers of killed processes in all federations, including deleted ones.
 
-    An error is logged: it harms neither the other federations nor the rounds of this one."""
+    An error is logged, and affects neither other federations nor rounds.
+    """
     with store.reading() as db:
         federations = db.scalars(select(Federation.id)).all()
         deleted = db.scalars(select(DeletedFederation.id)).all()
@@ -87,24 +89,26 @@ def clear_all(store: Store, models: Models) -> None:
                 clear_deleted(store, federation_id)
             else:
                 clear(store, models, federation_id)
-        except Unavailable as error:  # the store has logged why
+        except Unavailable as error:
+            # The store has logged the cause.
             log.warning("unused files of federation %s could not be removed: %s", federation_id, error)
         except Exception:
             log.exception("unused files of federation %s could not be removed", federation_id)
 
 
 def clear_deleted(store: Store, federation_id: int) -> None:
-    """Remove all blobs of a federation that was deleted."""
+    """Remove all blobs of a deleted federation."""
     for folder in ("models", "masks", "files", "updates"):
         store.blobs.retain(f"{federation_id}/{folder}", ())
 
 
 def drop_unneeded(store: Store, federation_id: int, keys: Sequence[str]) -> None:
-    """Remove updates that came a second time, or too late, unless a round needs them."""
+    """Remove duplicate or late updates that no round needs."""
     if not keys:
         return
     with store.reading() as db:
-        federation = db.get(Federation, federation_id)  # None: deleted meanwhile
+        # None if it was deleted meanwhile.
+        federation = db.get(Federation, federation_id)
         needed = _needed(db, federation_id, arrivals(db, federation)) if federation is not None else set()
     for key in keys:
         if key not in needed:
@@ -112,7 +116,7 @@ def drop_unneeded(store: Store, federation_id: int, keys: Sequence[str]) -> None
 
 
 def _needed(db: Session, federation_id: int, late: Sequence[Arrival]) -> set[str]:
-    """Return the keys of updates that are acknowledged, and in no closed round's model."""
+    """Return the keys of acknowledged updates that are not in a closed round's model."""
     rows = db.execute(_ACKNOWLEDGED, {"federation_id": federation_id})
     named = [*((row[0], row[1] or "") for row in rows), *((each.assignment_id, each.update_sha256) for each in late)]
     return {update_key(federation_id, *name) for name in named}

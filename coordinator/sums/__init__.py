@@ -1,1 +1,1 @@
-"""Sums: what adds the updates of a round, and reads no records."""
+"""Sums of a round's updates, without access to the records."""

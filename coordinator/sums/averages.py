@@ -2,13 +2,14 @@
 
     w_i <- sum over the devices k that sent i of n_k * w_ki / sum over the same devices of n_k        (FedSPU, Alg. 1)
 
-Numerators are float64. Memory is that of one model in float64 and a little, whatever the cohort: under neuron masks all
-values that join the same two neurons (a kernel's taps, the columns of a flattened channel) are sent by the same
-devices, so one weight per pair of neurons serves; under the one mask of elements that a round's devices share there is
-one weight for all, and values are summed as they come, packed.
+Numerators are float64. Memory is about one model in float64, for any cohort. Under neuron masks all values between the
+same two neurons (a kernel's taps, the columns of a flattened channel) have the same senders, so one weight per pair of
+neurons suffices. Under a round's shared element mask there is one weight for all, and packed values are summed
+directly.
 
-Order: float64 sums depend on it in the last bits, so the caller folds updates in the cohort's fixed order and the same
-updates give the same model, bit for bit. A value that nobody sent keeps its old one; it is never averaged in as zero.
+The last bits of float64 sums depend on the order. The caller folds updates in the cohort's fixed order, so that the
+same updates give the same model bit for bit. A value without a sender keeps its old value; it is not averaged in as
+zero.
 """
 
 from __future__ import annotations
@@ -37,30 +38,31 @@ from sparrow.protocol.masks import (
 Sum = NDArray[np.float64]
 
 PAIRS = CHUNK_VALUES // 4
-"""Numerators with their weights added at a time: scratch arrays of them stay in a core's cache."""
+"""Pairs of numerator and weight added at a time, so that scratch arrays fit a core's cache."""
 
 
 class Sums(Protocol):
-    """Running sums of one round's updates, and how many there are."""
+    """Running sums of one round's updates, and their number."""
 
     updates: int
 
     def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
-        """Add one update: float32 [count_values(manifest, mask)], weighted with its ``num_examples``."""
+        """Add one update: float32 [count_values(manifest, mask)], weighted with ``num_examples``."""
 
 
 def difference(manifest: Manifest, sent: Tensors, values: Array, mask: Mask | None) -> Sum:
-    """Return the float64 difference of an update's values [count_values(manifest, mask)] from those that were sent."""
+    """Return the float64 difference of an update's values [count_values(manifest, mask)] from the sent ones."""
     return values.astype(np.float64) - pack(manifest, sent, mask)
 
 
 def add_in_place(total: Sum, values: Array, scale: float) -> None:
-    """Add ``scale`` times ``values`` [n] to ``total`` [n], products and sums in float64, in slices that caches hold."""
+    """Add ``scale`` times ``values`` [n] to ``total`` [n] in float64, in slices that fit caches."""
     scratch = np.empty(min(len(values), CHUNK_VALUES))
     for start in range(0, len(values), CHUNK_VALUES):
         place = total[start : start + CHUNK_VALUES]
         scaled = scratch[: len(place)]
-        scaled[:] = values[start : start + CHUNK_VALUES]  # by itself: a product that converts goes through a buffer
+        # A separate step: a converting product would use a buffer.
+        scaled[:] = values[start : start + CHUNK_VALUES]
         scaled *= scale
         place += scaled
 
@@ -68,11 +70,11 @@ def add_in_place(total: Sum, values: Array, scale: float) -> None:
 class MaskedSums:
     """Numerators and weights of updates under neuron masks, or of whole models.
 
-    Numerators lie in the order in which values are packed, so that a whole model is added in one go. Tensors that lie
-    alike between neurons (a layer's bias and norms) share their weights.
+    Numerators have the order of packed values, so that a whole model is added in one step. Tensors between the same
+    neurons (a layer's bias and norms) share their weights.
 
-    everybody: a value that a device did not send counts, with the device's weight, as the one of the global model, so
-    that a mean is one of whole models. ``completed`` is the number of values that were so added.
+    everybody: a value that a device did not send counts as the global model's with the device's weight, as in a mean of
+    whole models. ``completed`` counts these values.
     """
 
     def __init__(self, manifest: Manifest, *, everybody: bool = False) -> None:
@@ -81,10 +83,12 @@ class MaskedSums:
         self._weight = 0.0
         self.completed = 0
         self._sum = np.zeros(manifest.shared_values, dtype=np.float64)
-        self._numerators = cast("dict[str, Sum]", unpack_whole(manifest, self._sum))  # views of it
+        # Views of the sum.
+        self._numerators = cast("dict[str, Sum]", unpack_whole(manifest, self._sum))
         views = [neuron_view(manifest, spec)[:2] for spec in manifest.shared]
         self._weights = {like: np.zeros(views[like], dtype=np.float64) for like in set(manifest.alike)}
-        self._of_all = 0.0  # the weight of whole models
+        # Weight of whole models.
+        self._of_all = 0.0
         self.updates = 0
 
     def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
@@ -108,31 +112,35 @@ class MaskedSums:
                 block.pairs().add(self._weights[like], weight)
 
     def mean(self, previous: Tensors) -> Tensors:
-        """Return the next global values: name -> float32; values that nobody sent are those of ``previous``."""
+        """Return the next global values by name, float32; values without a sender are those of ``previous``."""
         result: Tensors = {}
         for like, spec in zip(self._manifest.alike, self._manifest.shared, strict=True):
-            if self._of_all and not self._weights[like].any():  # of whole models alone: one weight for all
+            only_whole_models = self._of_all and not self._weights[like].any()
+            if only_whole_models:
                 mean = result[spec.name] = np.empty(spec.shape, dtype=np.float32)
-                # Rounded on the way: an array of float64 beside would be two models more in memory.
+                # Rounded directly: a float64 array would take the memory of two more models.
                 np.divide(self._numerators[spec.name], self._of_all, out=mean, casting="same_kind")
                 continue
             view = neuron_view(self._manifest, spec)
-            numerator, weights = self._numerators[spec.name].reshape(view), self._weights[like] + self._of_all
+            numerator = self._numerators[spec.name].reshape(view)
+            weights = self._weights[like] + self._of_all
             spread = weights.reshape(weights.shape + (1,) * (len(view) - weights.ndim))
             old = previous[spec.name].reshape(view)
             if self._everybody:
-                total = np.where(spread > 0, self._weight, 0.0)  # what nobody sent stays, bit for bit
-                numerator, spread = numerator + (total - spread) * old.astype(np.float64), total
+                # Values without a sender stay bit for bit.
+                total = np.where(spread > 0, self._weight, 0.0)
+                numerator = numerator + (total - spread) * old.astype(np.float64)
+                spread = total
             result[spec.name] = quotient(numerator, spread, old).reshape(spec.shape)
         return result
 
 
 class ElementSums:
-    """Numerators and weights of updates under masks of elements, most of them under ``mask``, the round's.
+    """Numerators and weights of updates under element masks, most of them under the round's ``mask``.
 
-    Those are summed packed, and unpacked once. Of others, what is maskable is added to arrays of the model's shapes,
-    made for the first of them: complex numbers of which the real part is the numerator and the imaginary part the
-    weight, because positions that lie apart cost their cache lines, and so both come with one.
+    Those are summed packed and unpacked once. Maskable values of others are added to arrays of the model's shapes, made
+    on demand: complex numbers with the numerator as real and the weight as imaginary part, since scattered positions
+    cost a cache line each, and one line then holds both.
     """
 
     def __init__(self, manifest: Manifest, mask: ElementMask) -> None:
@@ -140,7 +148,8 @@ class ElementSums:
         self._mask = mask
         self._packed = np.zeros(count_values(manifest, mask), dtype=np.float64)
         self._weight = 0.0
-        self._apart: dict[str, NDArray[np.complex128]] = {}  # [size]
+        # Arrays [size] by tensor.
+        self._apart: dict[str, NDArray[np.complex128]] = {}
         self.updates = 0
         self.num_examples = 0
 
@@ -167,19 +176,20 @@ class ElementSums:
 
     @property
     def alike(self) -> bool:
-        """Return whether all updates came under the round's mask: then ``packed`` tells all that ``totals`` does."""
+        """Return whether all updates have the round's mask, so that ``packed`` equals ``totals``."""
         return self.updates > 0 and not self._apart
 
     def packed(self) -> Iterator[tuple[TensorSpec, Block | Points, Sum]]:
-        """Yield each shared tensor, the places where it exists, and the numerators there, if all updates are ``alike``.
+        """Yield each shared tensor, its existing places, and their numerators, if all updates are ``alike``.
 
-        The weight of each is ``num_examples``."""
+        Each weight is ``num_examples``.
+        """
         return cast(
             "Iterator[tuple[TensorSpec, Block | Points, Sum]]", unpack(self._manifest, self._packed, self._mask)
         )
 
     def totals(self) -> Iterator[tuple[TensorSpec, Sum, Sum]]:
-        """Yield each shared tensor, its numerators and weights, float64 [size]: both 0 where nobody sent a value."""
+        """Yield each shared tensor with its numerators and weights, float64 [size]; both are 0 without a sender."""
         for spec, block, part in unpack(self._manifest, self._packed, self._mask):
             if isinstance(block, Points):
                 apart = self._apart.get(spec.name)
@@ -193,7 +203,7 @@ class ElementSums:
                 yield spec, part.astype(np.float64).reshape(-1), np.full(spec.size, float(self.num_examples))
 
     def mean(self, previous: Tensors) -> Tensors:
-        """Return the next global values: name -> float32; values that nobody sent are those of ``previous``."""
+        """Return the next global values by name, float32; values without a sender are those of ``previous``."""
         result: Tensors = {}
         if self.alike:
             for spec, block, part in self.packed():
@@ -206,46 +216,48 @@ class ElementSums:
 
 
 def _add_pairs(total: NDArray[np.complex128], index: Index, values: Array, weight: float) -> None:
-    """Add ``weight * values + i weight`` to ``total`` where ``index`` says: sorted positions, all different."""
+    """Add ``weight * values + i weight`` to ``total`` at the sorted, distinct positions ``index``."""
     count = min(len(index), PAIRS)
     addend, sums = np.empty((2, count), dtype=np.complex128)
     addend.imag = weight
     for start in range(0, len(index), PAIRS):
         places = index[start : start + PAIRS]
-        one, two = addend[: len(places)], sums[: len(places)]
+        one = addend[: len(places)]
+        two = sums[: len(places)]
         np.multiply(values[start : start + PAIRS], weight, out=one.real, dtype=np.float64)
-        # clip, which never happens: with "raise" numpy would buffer the output
+        # Nothing is clipped, but with "raise" numpy would buffer the output.
         np.take(total, places, out=two, mode="clip")
         total[places] = np.add(two, one, out=two)
 
 
 def quotient(numerator: Sum, weights: Sum, old: Array) -> NDArray[np.float32]:
-    """Return ``numerator / weights`` where there is weight, else ``old``: float32 of the numerator's shape."""
+    """Return ``numerator / weights``, or ``old`` for zero weights: float32 of the numerator's shape."""
     return np.divide(numerator, weights, out=old.astype(np.float64), where=weights > 0).astype(np.float32)
 
 
 class OneUpdate:
-    """The update of the one device that prepares a model, as it came."""
+    """The unchanged update of the one device that prepares a model."""
 
     def __init__(self) -> None:
         self.updates = 0
 
     def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
         """Keep the update."""
-        self.values, self.mask = values, mask
+        self.values = values
+        self.mask = mask
         self.updates += 1
 
 
 def blocks_of(mask: Mask | None) -> bytes | None:
-    """Return the blocks that ``mask`` names, packed, or None where it leaves none out."""
+    """Return the packed blocks of ``mask``, or None if it contains all."""
     return mask.packed() if isinstance(mask, BlockMask) and not mask.on.all() else None
 
 
 class BlockSums:
-    """Numerators of updates under masks of blocks, and for every block the weight of those who touched it.
+    """Numerators of updates under block masks, and each block's weight of senders.
 
-    everybody: untouched blocks count as no change, so that a block's divisor is the weight of all updates, as in the
-    code that pFedGate's authors released. ``masks`` are the different ones among the updates'.
+    everybody: untouched blocks count as no change, so a block's divisor is the weight of all updates, as in the code of
+    pFedGate's authors. ``masks``: the different masks of the updates.
     """
 
     def __init__(self, manifest: Manifest, *, everybody: bool = False) -> None:
@@ -273,14 +285,17 @@ class BlockSums:
         return self._weights > 0
 
     def mean(self, previous: Tensors) -> Tensors:
-        """Return the next global values: name -> float32; blocks that nobody sent are ``previous``'s, bit for bit."""
+        """Return the next global values by name, float32; blocks without a sender are those of ``previous``, bit for
+        bit.
+        """
         table = self._manifest.block_table
         result: Tensors = {}
         for spec in self._manifest.shared:
             weights: NDArray[np.float64] = np.array([self._weight])
             if spec.name in table.tensors:
                 weights = np.repeat(self._weights[table.places[spec.name]], table.tensors[spec.name])
-            numerator, old = self._numerators[spec.name], previous[spec.name].reshape(-1).astype(np.float64)
+            numerator = self._numerators[spec.name]
+            old = previous[spec.name].reshape(-1).astype(np.float64)
             total = np.where(weights > 0, self._weight, 0.0) if self._everybody else weights
             result[spec.name] = quotient(numerator + (total - weights) * old, total, old).reshape(spec.shape)
         return result

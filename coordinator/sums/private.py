@@ -1,32 +1,29 @@
-"""Central differential privacy of the global models, user by user, a device being a user (docs/privacy.md).
+"""Central differential privacy of the global models at user level; a device is a user (docs/privacy.md).
 
     w ← w + (Σ_c clip(Δ_c, C) + N(0, (z C)²)) / m         C: update_clip, z: noise_multiplier, m: cohort
 
-after McMahan, Ramage, Talwar, Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018,
-arXiv:1710.06963, with what makes it true here:
+After McMahan, Ramage, Talwar, Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018,
+arXiv:1710.06963, under these conditions:
 
-- Δ_c is what an update moved, 0 wherever its device sent nothing; its 2-norm over the whole model is at most C. Noise
-  comes to every coordinate, sent or not, so that which were sent stays unknown. Updates count alike: weights by
-  examples would be data, too. m is the setting and not the number that came.
-- Noise comes also where nothing came of a drawn cohort: a model that stays would say so.
-- The draw must not depend on anybody's data. So each device is drawn by itself, by the hash of its name and the
-  round, with the same chance, cohort / enrolled: one that is away, or hands back, moves nobody else in or out.
-- Cohorts are known to devices and observers. So no amplification by sampling is claimed: the event is a Gaussian
-  mechanism for every round in which a device was drawn. epsilon is that of the device drawn most often, an upper bound
-  by Rényi accounting (Mironov 2017). A device is counted by its name: revoked and enrolled again it is the same one.
-- Two runs are neighbours if one device's updates differ (``privacy_adjacency``): they are others, of its own choice
-  (replacement), or count as zeros (zero_out; Kairouz and others, "Practical and Private (Deep) Learning without
-  Sampling or Shuffling", ICML 2021, arXiv:2103.00039). The device is drawn for the same rounds in both. One replaced
-  update of norm C at most moves the sum by 2 C, one that becomes zeros by C. The noise is measured in C, so for
-  replacement it counts half: z = 1 there is what z = 0.5 is here.
-- What devices tell of their candidates at the end (``personal_model=fleet``) is summed with the same noise: one more
-  event, counted for each device that was asked.
-- Noise comes from a key of 256 random bits that the operating system gave and that never leaves the records, never from
-  the federation's seed. It follows from the key, the round and the round's sum. So a round that is closed again,
-  because a commit failed or the process was killed, gives the same model: who sees both cannot average the noise away.
-  Two different sums never get the same noise, of which the difference of two models would be free.
+- Δ_c is the change of an update, 0 for values not sent; its 2-norm over the whole model is at most C. Every coordinate
+gets noise, so that the sent ones stay unknown. Updates have equal weights, since weights by examples would depend on
+data. m is the setting, not the number of updates. - A drawn cohort without any update gets noise, too: an unchanged
+model would reveal it. - The draw does not depend on data. Each device is drawn independently by the hash of its name
+and the round, with probability cohort / enrolled. An absent device, or one that returns its work, does not affect the
+draw of others. - Devices and observers know the cohorts, so no amplification by sampling is claimed: each round in
+which a device was drawn is one Gaussian mechanism. epsilon is that of the most drawn device, an upper bound by Rényi
+accounting (Mironov 2017). Devices are counted by name: a revoked and re-enrolled device is the same. - Two runs are
+neighbours if one device's updates differ (``privacy_adjacency``): they are arbitrary others (replacement) or zeros
+(zero_out; Kairouz and others, "Practical and Private (Deep) Learning without Sampling or Shuffling", ICML 2021,
+arXiv:2103.00039). The device is drawn for the same rounds in both. Replacing an update of norm at most C changes the
+sum by at most 2 C, zeroing it by C. Noise is measured in C, so for replacement it counts half: z = 1 is equivalent to z
+= 0.5 for zero_out. - Reports on candidates at the end (``personal_model=fleet``) are summed with the same noise: one
+more event for each asked device. - Noise is derived from a key of 256 random bits that never leaves the records, from
+the round and from the round's sum. So a round that is closed again, after a failed commit or a crash, gives the same
+model, and its noise cannot be averaged out. Different sums never share their noise, which would cancel in the
+difference of two models.
 
-Numbers are doubles, which a perfect Gaussian is not (Mironov, CCS 2012); this is not defended against.
+Numbers are doubles, with which a Gaussian is not exact (Mironov, CCS 2012); there is no defence against this.
 """
 
 from __future__ import annotations
@@ -46,14 +43,14 @@ from sparrow.protocol.settings import FederationSettings
 from .averages import Sum, difference
 
 USUAL_TOLD = {"inverse_parts": 0.5, "gain": 0.5, "product": 0.25, "within": 0.5}
-"""Scale of each kind of number in ``TOLD``: they are divided by it before their 2-norm is limited to 1."""
+"""Divisor of each kind of number in ``TOLD`` before their 2-norm is limited to 1."""
 
 
 def noise_of(key: bytes, round_number: int, sums: Sum) -> Sum:
-    """Return a round's noise: independent draws of the standard normal distribution, as many as ``sums`` has values.
+    """Return a round's noise: independent standard normal draws, one per value of ``sums``.
 
-    The same for the same key, round and sums; for any others as good as independent (HMAC-SHA256 as a pseudo-random
-    function, and PCG64 on its 256 bits).
+    It is a deterministic function of key, round and sums, pseudo-random in all of them (HMAC-SHA256 seeds PCG64 with
+    256 bits).
     """
     query = round_number.to_bytes(8, "little") + hashlib.sha256(sums.tobytes()).digest()
     seed = int.from_bytes(hmac.digest(key, query, "sha256"), "little")
@@ -61,10 +58,9 @@ def noise_of(key: bytes, round_number: int, sums: Sum) -> Sum:
 
 
 class PrivateSums:
-    """The sums Σ clip(Δ_c, C) of one round's updates, with a noisy mean; memory is about one model in float64.
+    """Sums Σ clip(Δ_c, C) of one round's updates, with a noisy mean; memory is about one model in float64.
 
-    key: the federation's noise key, 32 random bytes. round_number: the round's. In a secure federation what comes is
-    the mean of so many updates, which devices have clipped.
+    key: the federation's noise key, 32 random bytes. In a secure federation an update is the mean of many clipped ones.
     """
 
     def __init__(
@@ -78,16 +74,18 @@ class PrivateSums:
         self._deviation = settings.noise_multiplier * settings.update_clip
         self._cohort = settings.cohort
         self._secure = settings.secure
-        self._key, self._round = key, round_number
+        self._key = key
+        self._round = round_number
         self.clipped_sum = np.zeros(manifest.shared_values)
         self._parts: dict[str, Any] = unpack_whole(manifest, self.clipped_sum)
         self.updates = 0
 
     def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
-        """Add one update's difference from what was sent, clipped in float64: rounding to float32 could exceed C."""
+        """Add one update's clipped difference from the sent values, in float64: rounding to float32 could exceed C."""
         moved = difference(self._manifest, self._sent, values, mask)
         if self._secure:
-            scale = float(num_examples)  # each of them counts as 1
+            # The number of updates, each of which counts as 1.
+            scale = float(num_examples)
         else:
             norm = float(np.linalg.norm(moved))
             scale = 1.0 if norm <= self._longest else self._longest / norm
@@ -97,7 +95,7 @@ class PrivateSums:
         self.updates += 1
 
     def mean(self, previous: Tensors) -> Tensors:
-        """Return the next global values: name -> float32, all of them noisy."""
+        """Return the next global values by name, float32, all of them noisy."""
         noise = self._deviation * noise_of(self._key, self._round, self.clipped_sum)
         moved = (self.clipped_sum + noise) / self._cohort
         values = pack(self._manifest, previous, None).astype(np.float64) + moved
@@ -107,8 +105,10 @@ class PrivateSums:
 def noisy_means(
     told: Sequence[Evidence], asked: int, settings: FederationSettings, key: bytes, round_number: int
 ) -> dict[str, float]:
-    """Return the means of what devices have told of their candidates, over all that were asked, with noise: one more
-    event of the accountant, as each device moves their sum by at most 1, as measured in ``USUAL_TOLD``."""
+    """Return the noisy means of the devices' reports on candidates, over all asked devices.
+
+    It is one more event of the accountant: scaled by ``USUAL_TOLD``, each device moves the sum by at most 1.
+    """
     assert settings.noise_multiplier is not None, "the federation promises something"
     usual = np.array([USUAL_TOLD[name.partition(" ")[0]] for name in TOLD])
     total = np.zeros(len(TOLD))

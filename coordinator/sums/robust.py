@@ -1,9 +1,9 @@
-"""Robust rules that a few malicious devices cannot bend, by coordinate, in place of a round's weighted mean.
+"""Robust rules by coordinate, in place of a round's weighted mean, against a few malicious devices.
 
-Of n devices drawn for a round up to f = max(1, floor(share n)) are assumed to be malicious: to send any values, under
-any mask that is accepted, in agreement with each other. f is counted among the round's devices, not among a
-coordinate's senders: malicious devices ask for a budget of 1 and send every coordinate, while of the honest devices few
-send the same one. It is counted among those that were drawn, not those that answered: malicious devices are never late.
+Of n devices drawn for a round up to f = max(1, floor(share n)) may be malicious: they send any values under any
+accepted mask, in collusion. f is counted among the round's devices, not among a coordinate's senders: malicious devices
+can ask for a budget of 1 and send every coordinate, while few honest devices send the same one. It is counted among
+drawn devices, not answers, since malicious devices are never late.
 
     trimmed_mean   of a coordinate's values the f smallest and the f largest are left out, and the rest averaged
     median         the middle value, or the mean of both     (both: Yin, Chen, Ramchandran, Bartlett, ICML 2018,
@@ -11,28 +11,27 @@ send the same one. It is counted among those that were drawn, not those that ans
     krum           of n updates the n - f whose n - f - 2 nearest others lie nearest are averaged (multi-Krum;
                    Blanchard, El Mhamdi, Guerraoui, Stainer, NIPS 2017, arXiv:1703.02757)
 
-Before any rule each value is cut to the bound of its tensor: its distance from the old model becomes at most the lower
-median, over the updates that sent some of this tensor, of the largest distance in it. As long as at most half of these
-updates are malicious, an honest device moved one of this tensor's values that far.
+Before any rule, each value is clipped to its tensor's bound: its distance from the old model becomes at most the lower
+median, over the updates that sent some of the tensor, of their largest distances in it. If at most half of these
+updates are malicious, an honest device moved one of the tensor's values that far.
 
-Guarantees, for each coordinate, with up to f malicious devices:
+Guarantees for each coordinate with up to f malicious devices:
 
-    trimmed_mean, median   A coordinate of fewer than 2f + 1 senders (at least three) keeps its old value. Any other
-                           comes to lie between the smallest and the largest of the values, cut to the bound, that
-                           honest devices sent for it.
-    krum                   A coordinate moves by at most its bound. Krum itself promises nothing for a single one: an
-                           update may be near to the others, and far off in one coordinate (El Mhamdi, Guerraoui,
-                           Rouault, ICML 2018). A round of fewer than 2f + 3 updates leaves the model as it was. Methods
-                           whose devices send different parts of the model are refused: no distance compares these.
+    trimmed_mean, median   A coordinate with fewer than 2f + 1 senders (at least three) keeps its old value. Any other
+                           ends between the smallest and the largest clipped value of honest devices.
+    krum                   A coordinate moves by at most its bound. Krum guarantees nothing for single coordinates: an
+                           update may be near the others, and far off in one coordinate (El Mhamdi, Guerraoui,
+                           Rouault, ICML 2018). A round of fewer than 2f + 3 updates does not change the model. Methods
+                           whose devices send different parts of the model are refused, since their updates have no
+                           distances.
 
-With more than f, but at most half of the updates, the bound still holds. Values count alike whatever examples a device
-claims, which it could claim without end.
+With more than f malicious devices, but at most half of the updates, the bound still holds. Values have equal weights,
+since a device could claim any number of examples.
 
-All updates of a round are needed at once. Each is written to a file without a name, 4 bytes for each value of the whole
-model, and read back in slices of coordinates. Memory: a slice of all updates has as many values as one model (or 2^20,
-where that is more) and takes 4 bytes each, and five times 8 while it is sorted; beside it the old and the new model,
-and how many sent each value. That is about 14 models in float32, whatever the cohort; and two numbers for each pair of
-updates for Krum.
+All updates of a round are needed at once. Each is written to an unnamed file, 4 bytes per value of the whole model, and
+read back in slices of coordinates. A slice of all updates has as many values as one model (at least 2^20), with 4 bytes
+each and five times 8 during sorting; with the old and the new model and the numbers of senders, that is about 14 models
+in float32 for any cohort, plus two numbers per pair of updates for Krum.
 """
 
 from __future__ import annotations
@@ -57,30 +56,30 @@ from .averages import Sum, blocks_of
 Rule = Literal["trimmed_mean", "median", "krum"]
 
 FEWEST = 3
-"""Devices that must have sent a coordinate for any rule to move it: of one or two nobody can say which one lies."""
+"""Least number of senders of a moving coordinate: of two values, neither can be identified as malicious."""
 
 ACCIDENT = 1e-9
-"""The error of binary floats: 0.29 * 100 is 28.999999999999996."""
+"""Tolerance for binary floats: 0.29 * 100 is 28.999999999999996."""
 
 FAR = 1e100
-"""The distance of a value that is infinite, whose square is not."""
+"""Distance of an infinite value; its square is finite."""
 
 SMALLEST_SLICE = 2**20
-"""Values that are read at a time, at least."""
+"""Least number of values read at a time."""
 
 
 def malicious_of(share: float, drawn: int) -> int:
-    """Return f: how many of ``drawn`` devices are assumed to be malicious."""
+    """Return f, the assumed number of malicious devices among ``drawn``."""
     return max(1, math.floor(share * drawn + ACCIDENT))
 
 
 def fewest(rule: Rule, share: float, drawn: int) -> int:
-    """Return how many updates, or senders of a coordinate, a rule needs to move it."""
+    """Return the least number of updates, or senders of a coordinate, with which a rule moves it."""
     return max(FEWEST, 2 * malicious_of(share, drawn) + (3 if rule == "krum" else 1))
 
 
 class RobustSums:
-    """Updates of one round, kept until they can be judged; in place of sums, for methods that only take their mean."""
+    """Updates of one round, stored until the mean is taken, for methods that only use the mean."""
 
     def __init__(self, manifest: Manifest, rule: Rule, share: float, folder: Path) -> None:
         self._manifest = manifest
@@ -91,16 +90,18 @@ class RobustSums:
         """The different choices of blocks among the updates."""
         self._senders = np.zeros(manifest.shared_values, dtype=np.uint32)
         descriptor, name = tempfile.mkstemp(dir=folder, prefix="round-", suffix=".partial")
-        os.unlink(name)  # gone with this object, or with the process
+        # The file disappears with this object or the process.
+        os.unlink(name)
         self._file = descriptor
         weakref.finalize(self, os.close, descriptor)
         self.updates = 0
         self.drawn = 0
-        """Devices that were drawn for the round, told before its mean is asked for; at least all that sent updates."""
+        """Devices drawn for the round, set before ``mean``; at least the number of updates."""
 
     def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
-        """Keep one update."""
-        row = np.full(self._manifest.shared_values, np.nan, dtype=np.float32)  # no value of an update is NaN
+        """Store one update."""
+        # NaN stands for values not sent; an update has none.
+        row = np.full(self._manifest.shared_values, np.nan, dtype=np.float32)
         whole = unpack_whole(self._manifest, row)
         for spec, block, part in unpack(self._manifest, values, mask):
             block.put(whole[spec.name], part)
@@ -117,11 +118,11 @@ class RobustSums:
 
     @property
     def held_back(self) -> int:
-        """Return how many values were sent, but by too few to be moved."""
+        """Return the number of values with too few senders."""
         return int(np.count_nonzero(self._senders) - np.count_nonzero(self._senders >= self._fewest))
 
     def mean(self, previous: Tensors) -> Tensors:
-        """Return the next global values: name -> float32; values that too few sent are those of ``previous``."""
+        """Return the next global values by name, float32; values with too few senders are those of ``previous``."""
         old = pack(self._manifest, previous, None)
         new = old.copy()
         if self.updates < self._fewest:
@@ -131,7 +132,8 @@ class RobustSums:
         for place, rows in self._slices():
             bound = bounds[np.searchsorted(ends, np.arange(place.start, place.stop), side="right")]
             kept = rows[chosen].astype(np.float64)
-            np.clip(kept, old[place] - bound, old[place] + bound, out=kept)  # what is NaN, not sent, stays so
+            # NaN (not sent) stays NaN.
+            np.clip(kept, old[place] - bound, old[place] + bound, out=kept)
             moves = self._senders[place] >= self._fewest
             counts = len(chosen) - np.count_nonzero(np.isnan(kept), axis=0)
             mean = middle_mean(kept, counts, np.where(moves, self._trimmed(counts), 0))
@@ -147,13 +149,13 @@ class RobustSums:
         return fewest(self._rule, self._share, max(self.drawn, self.updates))
 
     def _trimmed(self, counts: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return how many of a coordinate's values are left out at each end, by how many there are."""
+        """Return the number of values left out at each end, by the number of senders."""
         if self._rule == "median":
             return (counts - 1) // 2
         return np.full_like(counts, self._malicious if self._rule == "trimmed_mean" else 0)
 
     def _bounds(self, old: NDArray[np.float32]) -> tuple[Sum, NDArray[np.intp]]:
-        """Return how far from the old model a value of each tensor may lie, and where each tensor ends."""
+        """Return each tensor's largest allowed distance from the old model, and its end."""
         ends = np.cumsum([spec.size for spec in self._manifest.shared])
         farthest = np.full((self.updates, len(ends)), np.nan)
         for place, rows in self._slices():
@@ -161,26 +163,30 @@ class RobustSums:
             first, last = np.searchsorted(ends, (place.start, place.stop - 1), side="right")
             cuts = np.concatenate(([place.start], ends[first:last])) - place.start
             there = farthest[:, first : last + 1]
-            np.fmax(there, np.fmax.reduceat(moved, cuts, axis=1), out=there)  # of NaN and a number the number
-        farthest.sort(axis=0)  # NaN, of what an update has not sent, to the end
+            # fmax ignores NaN (not sent).
+            np.fmax(there, np.fmax.reduceat(moved, cuts, axis=1), out=there)
+        # NaN is sorted to the end.
+        farthest.sort(axis=0)
         middle = np.maximum(np.count_nonzero(~np.isnan(farthest), axis=0) - 1, 0) // 2
         return np.nan_to_num(farthest[middle, np.arange(len(ends))], nan=0.0, posinf=np.inf), ends
 
     def _nearest(self, old: NDArray[np.float32]) -> NDArray[np.intp]:
-        """Return the updates that multi-Krum keeps, sorted."""
-        count, malicious = self.updates, self._malicious
+        """Return the sorted updates that multi-Krum keeps."""
+        count = self.updates
+        malicious = self._malicious
         squares = np.zeros((count, count))
         for place, rows in self._slices():
-            # From the old model, near which all lie: differences of large squares would lose what they differ by.
-            moved = np.nan_to_num(rows.astype(np.float64) - old[place], posinf=FAR, neginf=-FAR)  # not sent: by none
+            # Relative to the nearby old model: differences of large squares would lose precision. NaN counts as 0.
+            moved = np.nan_to_num(rows.astype(np.float64) - old[place], posinf=FAR, neginf=-FAR)
             power = (moved * moved).sum(axis=1)
             squares += power + power[:, None] - 2 * (moved @ moved.T)
-        np.fill_diagonal(squares, np.inf)  # nobody vouches for himself
+        # An update does not count as its own neighbour.
+        np.fill_diagonal(squares, np.inf)
         scores = np.sort(squares, axis=1)[:, : count - malicious - 2].sum(axis=1)
         return np.sort(np.argsort(scores, kind="stable")[: count - malicious])
 
     def _slices(self) -> Iterator[tuple[slice, NDArray[np.float32]]]:
-        """Yield slices of the coordinates, with all updates' values there, [updates, coordinates]; NaN: not sent."""
+        """Yield slices of coordinates with the values of all updates, [updates, coordinates]; NaN: not sent."""
         size = self._manifest.shared_values
         width = max(1, max(size, SMALLEST_SLICE) // self.updates)
         for start in range(0, size, width):
@@ -191,12 +197,13 @@ class RobustSums:
 
 
 def middle_mean(values: Sum, counts: NDArray[np.intp], trimmed: NDArray[np.intp]) -> Sum:
-    """Return the means of the middle of each column of ``values`` [n, m]; NaN where there is none.
+    """Return the means of the middle of each column of ``values`` [n, m]; NaN for an empty column.
 
-    counts [m]: how many of a column are not NaN; trimmed [m]: how many of those go at each end.
+    counts [m]: numbers of values that are not NaN; trimmed [m]: numbers of values left out at each end.
     """
     if trimmed.any():
-        values.sort(axis=0)  # NaN is sorted to the end
+        # NaN is sorted to the end.
+        values.sort(axis=0)
         ranks = np.arange(len(values))[:, None]
         inside = (ranks >= trimmed) & (ranks < counts - trimmed)
     else:
@@ -211,7 +218,8 @@ def _write(file: int, row: NDArray[np.float32], offset: int) -> None:
     view = row.view(np.uint8).data
     while view:
         written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
+        view = view[written:]
+        offset += written
 
 
 def _read(file: int, row: NDArray[np.float32], offset: int) -> None:
@@ -220,4 +228,5 @@ def _read(file: int, row: NDArray[np.float32], offset: int) -> None:
         count = os.preadv(file, [view], offset)
         if not count:
             raise OSError("the file of this round's updates is shorter than the bytes written to it")
-        view, offset = view[count:], offset + count
+        view = view[count:]
+        offset += count

@@ -49,7 +49,7 @@ def test_more_are_drawn_than_are_waited_for(coordinator, answer, train):
         coordinator.rounds.advance()
     record = coordinator.record(1)
     assert (record.status, record.updates, record.expired, record.cohort) == ("closed", 4, 2, drawn)
-    with pytest.raises(RoundClosed, match="round 1 does not take it any more; keep the personal model"):
+    with pytest.raises(RoundClosed, match="round 1 no longer accepts it; keep the personal model"):
         devices[drawn[0]].send(late, train(DIGITS, late))
 
 

@@ -219,7 +219,7 @@ def test_what_is_prepared_has_a_mask_of_elements(coordinator, method, without_re
     for name in "ab":
         coordinator.open_device(name)
     name, assignment = prepare_open(coordinator, "a", "b")
-    with pytest.raises(BadContent, match="says what exists of it; send it with its mask"):
+    with pytest.raises(BadContent, match="send an update that prepares the model with its mask"):
         send(coordinator, name, assignment, None)
     with pytest.raises(BadContent, match="mask: it is not the one of round 0"):
         send(coordinator, name, assignment, draw_neurons(DIGITS, NeuronDraw(name, 0.5)))

@@ -309,7 +309,7 @@ def test_a_quorum_closes_the_round_and_late_updates_are_told_so(coordinator, ans
     coordinator.rounds.advance()
     record = coordinator.record(1)
     assert (record.status, record.updates, record.expired) == ("closed", 2, 2)
-    with pytest.raises(RoundClosed, match="round 1 does not take it any more; keep the personal model and ask"):
+    with pytest.raises(RoundClosed, match="round 1 no longer accepts it; keep the personal model and ask"):
         devices[2].send(late, train(DIGITS, late))
     with pytest.raises(RoundClosed, match="ask for the next one"):
         devices[2].payload(late)

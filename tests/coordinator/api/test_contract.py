@@ -836,7 +836,7 @@ def test_an_update_after_its_round_is_refused_and_changes_nothing(open_app, trai
     assert ask(client, one[1]).round == 2
     before = all_that_counts(client)
     answer = put(client, two[1], late, train(DIGITS.manifest, late))
-    assert_problem(answer, 409, "round 1 does not take it any more; keep the personal model and ask for the next")
+    assert_problem(answer, 409, "round 1 no longer accepts it; keep the personal model and ask for the next")
     assert all_that_counts(client) == before
 
 
@@ -850,7 +850,7 @@ def test_an_update_that_comes_when_its_model_is_gone_is_too_late_or_the_same(ope
     assert put(client, one[1], early, sent).status_code == 201  # half of the cohort: the round closes at the next tick
     assert ask(client, one[1]).round == 2
     assert put(client, one[1], early, sent).json() == {"new": False}
-    assert_problem(put(client, two[1], late, body), 409, "round 1 does not take it any more")
+    assert_problem(put(client, two[1], late, body), 409, "round 1 no longer accepts it")
     assert_problem(put(client, two[1], late, b"x" * 10_000_000), 413)
 
 
