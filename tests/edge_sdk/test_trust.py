@@ -476,7 +476,7 @@ def test_the_command_says_what_is_no_fingerprint_or_not_there(tmp_path, capsys):
     assert main(["trust", "nobody", "--state-dir", str(tmp_path)]) == 2
     assert "'nobody' is no fingerprint" in capsys.readouterr().err
     assert main(["trust", OTHER.fingerprint, "--state-dir", str(tmp_path / "none")]) == 2
-    assert "has not joined default there" in capsys.readouterr().err
+    assert "no device has joined default there" in capsys.readouterr().err
     (tmp_path / "new").mkdir()
     assert main(["trust", OTHER.fingerprint, "--state-dir", str(tmp_path / "new")]) == 1
     assert f"join with --publisher {OTHER.fingerprint}" in capsys.readouterr().err
