@@ -165,7 +165,7 @@ class EnergyMeter:
         self.close()
 
     def phase(self, name: str) -> Phase:
-        """Return a phase to measure with a `with` block, even if an error ends it."""
+        """Return a context manager that measures a phase, also one that an error ends."""
         return Phase(self, name)
 
     def sample(self) -> None:

@@ -11,7 +11,6 @@ nested, so only some may be added:
 `intel-rapl-mmio:*` repeats the packages and is ignored. Some AMD processors show one counter as several dies
 (`package-0-die-0`, `package-0-die-1`): equal counters of one package are taken once. Sources: the kernel's powercap
 documentation; CVE-2020-8694 ("PLATYPUS"), after which Linux 5.10 made the counters root-only.
-
 """
 
 import re

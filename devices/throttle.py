@@ -111,7 +111,6 @@ class Alerts:
 
     def _find(self) -> list[str]:
         # Of all cooling devices only alerts count, not fans and clocks.
-
         devices = [name for name in self._files.children(THERMAL) if name.startswith("cooling_device")]
         if not devices:
             raise ReadError(THERMAL, Reason.ABSENT)

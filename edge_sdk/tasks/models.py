@@ -1,8 +1,7 @@
 """The networks of the built-in tasks, in PyTorch.
 
-A network takes batches and gives class scores before softmax. A name such as ``fedsgc`` is the paper whose experiments
-used it; parameter counts are those of the papers or their code. Max-pooling commutes with ReLU and comes first, which
-saves three quarters of the ReLUs.
+A name such as ``fedsgc`` is the paper whose experiments used the network; parameter counts are those of the papers or
+their code.
 """
 
 from __future__ import annotations
@@ -59,6 +58,7 @@ def _convolutional(
         layers[f"conv{stage}"] = nn.Conv2d(before, after, kernel, padding=padding)
         if norm:
             layers[f"bn{stage}"] = nn.BatchNorm2d(after)
+        # Max-pooling commutes with ReLU; first, it saves three quarters of the ReLUs.
         if stage <= 2:
             layers[f"pool{stage}"] = nn.MaxPool2d(*pool)
         layers[f"relu{stage}"] = nn.ReLU()

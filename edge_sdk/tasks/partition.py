@@ -2,10 +2,7 @@
 
 A partition is a function of labels [samples] (classes of any type), people [samples] or None (who made each sample),
 ``of`` (number of devices) and a seed; it returns each device's indices, sorted, without repeats. Further keyword
-arguments are numeric options with defaults. Partitions are registered under the entry point ``sparrow.partitions``.
-
-Every device computes its own part, so all must deal identically with any numpy. Hence ``RandomState``, whose streams
-numpy keeps unchanged, unlike the distributions of ``Generator``.
+arguments are numeric options with defaults.
 """
 
 from __future__ import annotations
@@ -287,6 +284,8 @@ def drawn(count: int, seed: int, share: float) -> Index:
     return _random(seed, 0, 0).permutation(count)[:size] if size else np.zeros(0, np.intp)
 
 
+# All devices must deal identically with any numpy. It keeps the streams of RandomState unchanged, unlike the
+# distributions of Generator.
 def _random(seed: int, *more: int) -> np.random.RandomState:
     if not 0 <= seed < 2**63:
         raise BadOption(f"seed is {seed}; give an integer from 0 to 2^63-1")

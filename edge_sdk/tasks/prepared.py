@@ -2,9 +2,7 @@
 
 Prepared samples stay in memory if they take at most ``SHARE`` of the available memory; otherwise each batch is prepared
 when it is taken. Arrays that simulated devices share are prepared once in a process. Each device's own statistics are
-
-computed at the first start and kept in its state folder: the model was trained on them, so later data must not change
-them.
+computed at its first start and kept: the model was trained on them, so later data must not change them.
 """
 
 from __future__ import annotations

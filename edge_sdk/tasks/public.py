@@ -208,7 +208,6 @@ load_shakespeare = partial(load, SHAKESPEARE, partition="person")
 
 
 def _corrupted(dataset: Dataset, dealing: Dealing, test: Index, *, device: str) -> Array:
-
     name = str(dealing.corruption)
     own = np.moveaxis(cast(Images, dataset.inputs[test]), 1, 3)
     if name in PUBLISHED:
