@@ -35,9 +35,9 @@ from .assignments import UNCOUNTED
 
 @dataclass(frozen=True)
 class Arrival:
-    """An update that was acknowledged and counts in no round yet.
+    """An acknowledged update that counts in no round yet.
 
-    model_version: the model that it was trained on. most_examples: the largest weight that it may have; None for any.
+    model_version: the model it was trained on. most_examples: its largest weight; None for no limit.
     """
 
     number: int
@@ -51,27 +51,30 @@ _OF_FEDERATION = Assignment.federation_id == bindparam("federation_id")
 _NOT_COUNTED = (_OF_FEDERATION, UNCOUNTED)
 _ARRIVALS = (
     select(
-        *(Assignment.arrival, Assignment.id, Assignment.update_sha256, Assignment.model_version),
+        Assignment.arrival,
+        Assignment.id,
+        Assignment.update_sha256,
+        Assignment.model_version,
         Assignment.most_examples,
     )
     .where(*_NOT_COUNTED, Assignment.arrival > bindparam("after"))
     .order_by(Assignment.arrival)
 )
-# The status as written in the index: SQLite uses a partial one for nothing else.
+# A literal, because SQLite uses a partial index only for the expression in its definition.
 _WORKING = (_OF_FEDERATION, Assignment.kind == Kind.train.value, Assignment.status == literal_column("'open'"))
 
 _AT_WORK = select(Assignment.device_id, Assignment.id).where(*_WORKING)
 
 
 def number_arrival(db: Session, federation_id: int, assignment_id: str) -> None:
-    """Give an update that is being acknowledged its place in the order of arrival."""
+    """Number an update that is being acknowledged in the order of arrival."""
     counted = update(Federation).where(Federation.id == federation_id).values(arrivals=Federation.arrivals + 1)
     number = db.execute(counted.returning(Federation.arrivals)).scalar_one()
     db.execute(update(Assignment).where(Assignment.id == assignment_id).values(arrival=number))
 
 
 def arrivals(db: Session, federation: Federation, after: int = 0, most: int | None = None) -> list[Arrival]:
-    """Return the next updates that count in no round yet, behind number ``after``, in their order."""
+    """Return the next uncounted updates after number ``after``, in order."""
     if settings_of(federation).buffer is None:
         return []
     statement = _ARRIVALS if most is None else _ARRIVALS.limit(most)
@@ -80,7 +83,7 @@ def arrivals(db: Session, federation: Federation, after: int = 0, most: int | No
 
 
 def count_in(db: Session, federation: Federation, number: int, last: int) -> None:
-    """Have all updates that count in no round yet, up to arrival ``last``, count in round ``number``."""
+    """Let all uncounted updates up to arrival ``last`` count in round ``number``."""
     counted = update(Assignment).where(
         Assignment.federation_id == federation.id,
         UNCOUNTED,
@@ -90,13 +93,13 @@ def count_in(db: Session, federation: Federation, number: int, last: int) -> Non
 
 
 def working(db: Session, federation: Federation) -> dict[str, str]:
-    """Return the devices that train, for any round: device id -> assignment id."""
+    """Return the training devices of any round: device id -> assignment id."""
     rows = db.execute(_AT_WORK, {"federation_id": federation.id})
     return {row[0]: row[1] for row in rows}
 
 
 def staleness_weight(models_behind: int, exponent: float) -> float:
-    """Return s(τ) = (1 + τ)^-a of an update whose model was so many models older than today's."""
+    """Return the weight s(τ) = (1 + τ)^-a of an update whose model is ``models_behind`` versions old."""
     return float((1 + models_behind) ** -exponent)
 
 
@@ -105,21 +108,24 @@ def bring_forward(
 ) -> NDArray[np.float32]:
     """Return an update's values as if its device had begun from ``now``: float32 [count_values(manifest, mask)].
 
-    Its difference from ``began``, times ``weight``, is added to today's values."""
+    Its difference from ``began``, times ``weight``, is added to the current values.
+    """
     moved = difference(manifest, began, values, mask)
-    with np.errstate(over="ignore"):  # what does not fit float32 becomes infinite, and is left out
+    # Overflow gives infinite values, with which an update is left out.
+    with np.errstate(over="ignore"):
         return (pack(manifest, now, mask) + weight * moved).astype(np.float32)
 
 
 def goes_on(db: Session, federation: Federation) -> bool:
-    """Return whether devices train, or updates wait, that count in the next round whoever is drawn for it."""
+    """Return whether training devices or waiting updates will count in the next round."""
     if settings_of(federation).buffer is None:
         return False
     return bool(working(db, federation) or arrivals(db, federation, most=1))
 
 
 def is_final(federation: Federation, number: int) -> bool:
-    """Return whether a buffered round is the last one: it takes all that came, and waits for nobody."""
-    stopped, last = federation.status == "stopped", settings_of(federation).rounds
+    """Return whether a buffered round is the last one, which takes all arrived updates and does not wait."""
+    stopped = federation.status == "stopped"
+    last = settings_of(federation).rounds
     asked = federation.rollback_version is not None or federation.replacement is not None
     return stopped or number >= last or asked

@@ -610,8 +610,8 @@ def test_one_broken_federation_does_not_stop_the_others(coordinator, answer, cap
     assert coordinator.info("g").status == FederationStatus.running
     assert coordinator.info("f").round == 0
     coordinator.rounds.advance()
-    assert caplog.text.count("is missing; bring this file back") == 1, "said once, not at every tick"
-    with pytest.raises(Unavailable, match=rf"1/models/{model.name} is missing; bring this file back from a backup"):
+    assert caplog.text.count("is missing; restore this file") == 1, "said once, not at every tick"
+    with pytest.raises(Unavailable, match=rf"1/models/{model.name} is missing; restore this file from a backup"):
         asyncio.run(coordinator.check_ready())
     (tmp_path / "lost").rename(model)
     asyncio.run(coordinator.check_ready())
