@@ -67,7 +67,7 @@ _AT_WORK = select(Assignment.device_id, Assignment.id).where(*_WORKING)
 
 
 def number_arrival(db: Session, federation_id: int, assignment_id: str) -> None:
-    """Number an update that is being acknowledged in the order of arrival."""
+    """Assign the next arrival number to an update that is being acknowledged."""
     counted = update(Federation).where(Federation.id == federation_id).values(arrivals=Federation.arrivals + 1)
     number = db.execute(counted.returning(Federation.arrivals)).scalar_one()
     db.execute(update(Assignment).where(Assignment.id == assignment_id).values(arrival=number))
