@@ -123,7 +123,7 @@ def test_a_file_of_a_devices_own_may_bring_public_samples(tmp_path):
 
 @pytest.mark.parametrize("public", ["1", "-0.1"])
 def test_a_share_that_is_none_is_refused(public):
-    with pytest.raises(BadOption, match="a share, from 0 to below 1"):
+    with pytest.raises(BadOption, match="from 0 to below 1"):
         load_task("digits", f"index=0,of=3,public={public}", device="d", seed=0, batch_size=16)
 
 
