@@ -1,17 +1,15 @@
-"""Buffered asynchronous rounds: they do not wait for the slowest device, and late updates count.
+"""Buffered asynchronous rounds, which do not wait for the slowest device and accept late updates.
 
-    w_i ← w_i + Σ_k n_k s(τ_k) Δ_ki / Σ_k n_k          over those of K updates that sent weight i
+    w_i ← w_i + Σ_k n_k s(τ_k) Δ_ki / Σ_k n_k          over the updates, of K, that sent weight i
 
 after Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, "Federated Learning with Buffered Asynchronous Aggregation"
-(FedBuff), AISTATS 2022, arXiv:2106.06639, Algorithm 1, with s(τ) = (1 + τ)^-a: ``buffer`` is K, ``staleness_exponent``
-is a (0.5 in the paper), ``cohort`` the devices that train at a time, and Δ_k what an update moved from the model that
-its device was given, which was τ models older than today's. Weights n_k and sums weight by weight are those of every
-round here, so that with τ = 0 a buffered round is any other one; the paper weighs updates alike.
+(FedBuff), AISTATS 2022, arXiv:2106.06639, Algorithm 1, with s(τ) = (1 + τ)^-a. ``buffer`` is K, ``staleness_exponent``
+is a (0.5 in the paper), ``cohort`` is the number of devices that train at a time, and Δ_k is the difference from the
+device's base model, τ versions old. n_k are sample counts as in other rounds; the paper weighs all updates equally.
 
-A device that is done makes room for another one at once. It trains at most once in a round. Updates are numbered as
-they are acknowledged, and count in that order: the first K in the round that is open, those that come while it closes
-in the next. The last round of a federation, and one after which an older model is taken up again, waits for nobody and
-takes all that came.
+A device trains at most once in a round; when it is done, another one starts. Updates count in the order of their
+acknowledgement: the first K in the open round, later ones in the next. The last round, and a round before a rollback
+or replacement, does not wait and takes all arrived updates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Candidates: the devices that a round can be given to, the draw among them, and the end of a federation."""
+"""Candidate devices of a round, the draw among them, and the end of a federation."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from ..storage.tables import Assignment, Device, Federation
 from .assignments import COHORT_KINDS, Drawable, open_round, weight_of
 
 SLACK = 1e-9
-"""The error of binary floats that a budget may have: 1 - 0.7 exceeds 0.3."""
+"""Tolerance for floating-point error in budgets: 1 - 0.7 is not exactly 0.3."""
 
 MOST_MEDIANS = 10
-"""Times the median of its cohort's samples that one update counts with, at most."""
+"""Largest weight of an update, as a multiple of the cohort's median sample count."""
 
 ROUNDS_LOOKED_AT = 500
-"""Rounds that the choice of devices' active ratios looks back."""
+"""Number of past rounds that the choice of active ratios considers."""
 
 FEWEST_COUNTS = 3
-"""Devices of a cohort that say how many samples they have, below which the median is that of all that are there."""
+"""Reported sample counts that a cohort needs for a median of its own."""
 
-# Columns of devices and not whole records, for there may be many; statements of every round are made once.
+# A federation may have many devices: select columns, not whole records, and build the statements once.
 _EXAMPLES = (
     select(Device.num_examples, func.count())
     .where(
         Device.federation_id == bindparam("federation_id"),
         or_(
             Device.status == "active",
-            and_(Device.status == "stopped", Device.stopped_round == bindparam("number")),  # with an update that counts
+            # A device that stopped in this round has an update that counts.
+            and_(Device.status == "stopped", Device.stopped_round == bindparam("number")),
         ),
     )
     .group_by(Device.num_examples)
@@ -65,12 +66,12 @@ _STATUSES = (
 
 
 def devices_of(db: Session, federation: Federation, statuses: Sequence[str]) -> list[Device]:
-    """Return the federation's devices of these statuses."""
+    """Return the federation's devices with one of these statuses."""
     return list(db.scalars(select(Device).where(Device.federation_id == federation.id, Device.status.in_(statuses))))
 
 
 def situation_of(db: Session, models: Models, federation: Federation, number: int) -> Situation:
-    """Return the situation of round ``number`` for its method, when it opens and when it closes."""
+    """Return the situation that the method sees when round ``number`` opens or closes."""
     which = {"federation_id": federation.id, "number": number}
     examples = [row[0] for row in db.execute(_EXAMPLES, which) for _ in range(row[1])]
     settings = settings_of(federation)
@@ -85,52 +86,52 @@ def situation_of(db: Session, models: Models, federation: Federation, number: in
 
 
 def drawable(db: Session, federation: Federation, now: float) -> list[Drawable]:
-    """Return the devices that a cohort can be drawn from: present, not stopped, not resting, with enough budget."""
+    """Return the devices that can be drawn now: active, present, not resting, with enough budget."""
     smallest = smallest_budget(federation)
     return [device for device in able(db, federation, now) if reaches(device.budget, smallest)]
 
 
 def able(db: Session, federation: Federation, now: float) -> list[Drawable]:
-    """Return the devices that could train now, whatever their budget."""
+    """Return the devices that are active, present and not resting, with any budget."""
     return [Drawable(*row) for row in db.execute(_ABLE, {"federation_id": federation.id, "now": now})]
 
 
 def smallest_budget(federation: Federation) -> float:
-    """Return the budget below which a device is not drawn."""
+    """Return the smallest budget with which a device is drawn."""
     return load_method(federation.method).smallest_budget(settings_of(federation))
 
 
 def reaches(budget: float, smallest: float) -> bool:
-    """Return whether a device of this budget is drawn."""
+    """Return whether a budget is large enough."""
     return budget >= smallest - SLACK
 
 
 def most_examples(
     drawn: Sequence[Device | Drawable], there: Sequence[Drawable], settings: FederationSettings
 ) -> list[int | None]:
-    """Return the largest weight of each drawn device's update, whatever it will report; None for any.
+    """Return the largest weight of each drawn device's update; None for no limit.
 
-    It is the least of the samples that the device told before the round, of ``MOST_MEDIANS`` times the cohort's median,
-    and of ``max_examples``. there: all devices that could have been drawn, whose median counts for a small cohort.
+    It is the smallest of three numbers: the device's sample count reported before the round, ``MOST_MEDIANS`` times
+    the cohort's median, and ``max_examples``. A small cohort uses the median of all candidates, ``there``.
     """
     counts = [device.num_examples for device in drawn]
-    told = [count for count in counts if count is not None]
-    if len(told) < FEWEST_COUNTS:
-        told = [device.num_examples for device in there if device.num_examples is not None]
-    limit = _limit(told, settings)
+    reported = [count for count in counts if count is not None]
+    if len(reported) < FEWEST_COUNTS:
+        reported = [device.num_examples for device in there if device.num_examples is not None]
+    limit = _limit(reported, settings)
     return [_least(count, limit) for count in counts]
 
 
 def capped(counts: Iterable[int | None], settings: FederationSettings) -> list[int]:
-    """Return the samples of the devices that told, each as it would count beside the others."""
-    told = [count for count in counts if count is not None]
-    limit = _limit(told, settings)
-    return told if limit is None else [min(count, limit) for count in told]
+    """Return the reported sample counts, each limited as in ``most_examples``."""
+    reported = [count for count in counts if count is not None]
+    limit = _limit(reported, settings)
+    return reported if limit is None else [min(count, limit) for count in reported]
 
 
-def _limit(told: Sequence[int], settings: FederationSettings) -> int | None:
-    # Of an even number the lower middle one: of two devices the larger must not be its own measure.
-    return _least(MOST_MEDIANS * median_low(told) if told else None, settings.max_examples)
+def _limit(reported: Sequence[int], settings: FederationSettings) -> int | None:
+    # The lower median: of two devices, the larger one must not set its own limit.
+    return _least(MOST_MEDIANS * median_low(reported) if reported else None, settings.max_examples)
 
 
 def _least(*limits: int | None) -> int | None:
@@ -138,8 +139,12 @@ def _least(*limits: int | None) -> int | None:
 
 
 def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: int, number: int) -> list[str]:
-    """Return the names of a round's cohort, sorted; ``cohort`` and ``privacy`` describe the draw."""
-    settings, secret = settings_of(federation), federation.secret
+    """Draw a round's cohort and return its device names, sorted.
+
+    With noise every device is drawn independently; else ``cohort_policy`` applies.
+    """
+    settings = settings_of(federation)
+    secret = federation.secret
     if settings.noise_multiplier is not None:
         enrolled = len(devices_of(db, federation, ("active", "stopped")))
         names = [device.name for device in active]
@@ -157,8 +162,10 @@ def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: 
 def chosen_ratios(
     db: Session, models: Models, federation: Federation, drawn: Sequence[Drawable], number: int
 ) -> Mapping[str, float]:
-    """Return the active ratios that the method chooses for devices drawn for round ``number``, by name; none where
-    their budgets say them."""
+    """Return the active ratios that the method chooses for drawn devices, by name.
+
+    Empty if the method does not choose them: then the budgets are the ratios.
+    """
     settings = settings_of(federation)
     active = load_method(federation.method).active
     pruning = active.pruning(settings) if active else None
@@ -175,15 +182,21 @@ def chosen_ratios(
 
 
 def participations(db: Session, federation: Federation, before: int) -> list[Participation]:
-    """Return the updates of rounds ``before`` - ``ROUNDS_LOOKED_AT`` to ``before`` - 1, in the order of rounds and of
-    their cohorts."""
+    """Return the updates of the last ``ROUNDS_LOOKED_AT`` rounds before ``before``, by round and cohort position."""
     report = Assignment.report
-    phases = [report["telemetry"][phase]["seconds"].as_float() for phase in ("download", "train")]
     rows = db.execute(
         select(
-            *(Assignment.round, Device.name, Device.budget, Assignment.ratio, Assignment.most_examples),
-            *(report["num_examples"].as_integer(), report["train_loss"].as_float()),
-            *(report["training_flops"].as_float(), *phases, Assignment.upload_cost["seconds"].as_float()),
+            Assignment.round,
+            Device.name,
+            Device.budget,
+            Assignment.ratio,
+            Assignment.most_examples,
+            report["num_examples"].as_integer(),
+            report["train_loss"].as_float(),
+            report["training_flops"].as_float(),
+            report["telemetry"]["download"]["seconds"].as_float(),
+            report["telemetry"]["train"]["seconds"].as_float(),
+            Assignment.upload_cost["seconds"].as_float(),
         )
         .join(Device, Device.id == Assignment.device_id)
         .where(
@@ -191,7 +204,8 @@ def participations(db: Session, federation: Federation, before: int) -> list[Par
             Assignment.kind == Kind.train.value,
             Assignment.status == "done",
             Assignment.ratio.is_not(None),
-            report["num_examples"].as_integer() > 0,  # not of a report that cannot be read
+            # Excludes unreadable reports.
+            report["num_examples"].as_integer() > 0,
             report["train_loss"].as_float().is_not(None),
             Assignment.round.between(before - ROUNDS_LOOKED_AT, before - 1),
         )
@@ -210,18 +224,18 @@ def _or_0(seconds: float | None) -> float:
 
 
 def why_over(db: Session, federation: Federation) -> str | None:
-    """Return the reason why no round follows, or None."""
+    """Return the reason if no round follows (``max_rounds`` or ``all_stopped``), else None."""
     if federation.round >= settings_of(federation).rounds:
         return "max_rounds"
     enrolled = db.execute(_STATUSES, {"federation_id": federation.id}).all()
-    # One that was never drawn, because its budget does not reach, keeps nobody waiting who has stopped.
+    # A device whose budget is too small is never drawn, so it does not keep the federation open.
     smallest = smallest_budget(federation)
     statuses = [status for status, budget, _ in enrolled if status == "stopped" or reaches(budget, smallest)]
     return "all_stopped" if statuses and all(status == "stopped" for status in statuses) else None
 
 
 def what_is_missing(db: Session, federation: Federation, now: float) -> str | None:
-    """Return, in words, what keeps a running federation from opening its next round, or None."""
+    """Describe the device that a running federation needs for its next round; None if a round can open."""
     if federation.status != "running" or open_round(db, federation) or drawable(db, federation, now):
         return None
     if why_over(db, federation):

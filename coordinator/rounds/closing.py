@@ -1,9 +1,9 @@
-"""The close of rounds: the next model is made of a round's sums, stored and recorded.
+"""The close of rounds: compute the next model from a round's sums, then store and record it.
 
-A round closes in two steps: first the new model's files, outside of any transaction, for slow storage may take a
-minute; then a short transaction that looks whether the round is still open, records the model and moves everything on.
-Killed between them, the coordinator finds the round still open, and does the same again; files that no record names are
-never served. Where only the second step fails, it is repeated with the model that was made: noise is drawn once.
+A round closes in two steps. First the new model's files are written, outside any transaction, because slow storage may
+take a minute. Then a short transaction checks that the round is still open and records the model. After a crash between
+the two, the round is still open and closes again; files without a record are never served. If only the transaction
+fails, it is repeated with the same model, so noise is drawn once.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Closing:
-    """What the close of a round is to record: made once, and kept until it is recorded.
+    """The result of a round, kept until it is recorded.
 
-    last: in a buffered round the last arrival that counts in it. files: those of its new model; None for none.
+    files: of the new model; None if there is no new model. last: in a buffered round, its last arrival.
     """
 
     round: int
@@ -54,7 +54,7 @@ class _Closing:
 
 
 class Closing:
-    """Closes rounds. The other arguments are those of ``Rounds``."""
+    """Close rounds; arguments as in ``Rounds``."""
 
     def __init__(
         self,
@@ -75,29 +75,35 @@ class Closing:
         self._opening = opening
         self._on_closed = on_closed
         self._progress = progress
-        self._made: dict[int, _Closing] = {}  # by federation: what is still to be recorded
+        # Unrecorded results, by federation.
+        self._made: dict[int, _Closing] = {}
 
     def is_made(self, federation: Federation, current: Round) -> bool:
-        """Return whether the close of the open round has been made, and is still to be recorded."""
+        """Return whether the open round has a result that is not recorded yet."""
         made = self._made.get(federation.id)
         return made is not None and (made.round, made.base) == (current.number, federation.model_version)
 
     def forget(self, federation_id: int) -> None:
-        """Forget a close that was made, and not recorded."""
+        """Discard the federation's unrecorded result."""
         self._made.pop(federation_id, None)
 
     def forget_all(self) -> None:
-        """Forget what was made everywhere, since another process may have moved rounds."""
+        """Discard all unrecorded results: another process may have moved rounds."""
         self._made.clear()
 
     def close(
         self, federation: Federation, number: int, folding: Folding, skipped: Mapping[str, str] | None = None
     ) -> bool:
-        """Make the next model, and close. skipped: assignment id -> why its update is not in it, where none is made."""
+        """Compute the next model and close the round; return whether its sums can be dropped.
+
+        skipped: for a round without a new model, assignment id -> the reason.
+        """
         version = federation.model_version
-        method, warning = load_method(federation.method), federation.warning
+        method = load_method(federation.method)
+        warning = federation.warning
         folding.finish()
-        sums, notes = folding.intake.sums, folding.intake.notes() | folding.notes
+        sums = folding.intake.sums
+        notes = folding.intake.notes() | folding.notes
         if settings_of(federation).buffer is not None:
             notes |= {"stale_updates": sum(map(bool, folding.behind)), "most_stale": max(folding.behind, default=0)}
         model: GlobalModel | None = None
@@ -105,13 +111,15 @@ class Closing:
             notes["left_out"] = dict(skipped)
         elif folding.intake.moves(folding.position):
             with self._store.reading() as db:
-                situation, newest = situation_of(db, self._models, federation, number), newest_version(db, federation)
+                situation = situation_of(db, self._models, federation, number)
+                newest = newest_version(db, federation)
             made = next_model(method, self._models.model(federation, version), sums, situation)
             if isinstance(made, str):
                 warning = f"round {number} made no model, the one before stays: {made}"
                 notes["left_out"] = {**dict.fromkeys(folding.taken, warning), **notes.get("left_out", {})}
             else:
-                model, version = made, newest + 1
+                model = made
+                version = newest + 1
                 notes |= model.notes
                 warning = method.warning(model, situation)
             if warning and warning != federation.warning:
@@ -132,12 +140,13 @@ class Closing:
         return self.record(federation)
 
     def record(self, federation: Federation) -> bool:
-        """Write the next model's files, and then, in a transaction, what its close changes.
-
-        Return whether the round's sums are done with."""
+        """Write the next model's files, then record the close; return whether the round's sums can be dropped."""
         closing = self._made[federation.id]
-        number, files, notes = closing.round, closing.files, closing.notes
-        method, now = load_method(federation.method), self._clock()
+        number = closing.round
+        files = closing.files
+        notes = closing.notes
+        method = load_method(federation.method)
+        now = self._clock()
         self._costs.write()
         if files is not None:
             self._models.write(federation.id, files, self._progress)
@@ -147,19 +156,28 @@ class Closing:
             version = federation.model_version if files is None else files.version
             outdated = files is not None and version != newest_version(db, federation) + 1
             if outdated or current is None or (current.number, federation.model_version) != (number, closing.base):
-                self.forget(federation.id)  # another process has closed it meanwhile
+                # Another process has closed the round.
+                self.forget(federation.id)
                 return True
             if is_final(federation, number) and working(db, federation):
+                # An operator has just made this round the last one: first withdraw the open training.
                 self.forget(federation.id)
-                return False  # an operator has just said so: who trains is told first
+                return False
             if files is not None:
                 self._models.record(db, federation.id, files)
-                federation.model_version, federation.model_sha256 = version, files.sha256
-            before, digest = federation.round, federation.model_sha256
-            federation.round, federation.warning = number, closing.warning
-            current.base_version, current.model_version = closing.base, version
-            current.status, current.closed_at, current.model_sha256, current.stale = "closed", now, digest, True
-            current.notes, current.parts = notes, closing.parts
+                federation.model_version = version
+                federation.model_sha256 = files.sha256
+            before = federation.round
+            federation.round = number
+            federation.warning = closing.warning
+            current.base_version = closing.base
+            current.model_version = version
+            current.model_sha256 = federation.model_sha256
+            current.status = "closed"
+            current.closed_at = now
+            current.stale = True
+            current.notes = notes
+            current.parts = closing.parts
             if closing.last:
                 count_in(db, federation, number, closing.last)
             left_out = _names(db, notes.get("left_out", {}))
@@ -179,20 +197,22 @@ class Closing:
         self.forget(federation.id)
         log.info(
             "%s: round %s closes, %s updates in its model",
-            *(federation.name, number, closing.updates),
+            federation.name,
+            number,
+            closing.updates,
             extra={"round": number},
         )
         if left_out:
             log.warning("%s: round %s leaves out %s", federation.name, number, left_out, extra={"round": number})
         self._on_closed(federation.name, now - current.opened_at, len(notes.get("left_out", {})))
-        # Only now, with the new model in the records, may its updates be removed.
+        # Updates may be removed only after the new model is recorded.
         self._decoded.forget(update_folder(federation.id))
         clear(self._store, self._models, federation.id)
         return True
 
 
 def _names(db: Session, left_out: Mapping[str, str]) -> str:
-    """Return for the log whose updates were left out, and why the first of them was."""
+    """Return, for the log, the devices whose updates were left out and the reason for the first."""
     if not left_out:
         return ""
     first = list(left_out)[:MOST_SAID]

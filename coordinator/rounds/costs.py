@@ -1,4 +1,4 @@
-"""Costs of uploads, and all bytes that a device moved so far, which it can report only afterwards."""
+"""Upload costs and total bytes per device, which a device can report only after the upload."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from ..storage.tables import Assignment, Device
 from .assignments import touch
 
 MOST_OF_ONE = 16
-"""Costs of one device that are kept, the latest: more than an honest one uploads until a round closes."""
-
+"""Costs kept per device, the latest ones: more than an honest device uploads in a round."""
 
 _DOWN = (
     update(cast(Table, Device.__table__))
@@ -44,7 +43,7 @@ _COST = (
 
 
 class UploadCosts:
-    """Costs of uploads, kept in memory until a round closes or somebody looks: not worth a transaction of their own."""
+    """Upload costs, kept in memory until a round closes or a page is read: they need no transaction of their own."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -52,14 +51,15 @@ class UploadCosts:
         self._lock = threading.Lock()
 
     def note(self, device_id: str, cost: UploadCost) -> None:
-        """Keep what a device's last upload cost it; its first report counts, and only for its own assignment."""
+        """Keep the cost of a device's last upload; only the first report of an assignment counts."""
         with self._lock:
             self._costs.setdefault(device_id, deque(maxlen=MOST_OF_ONE)).append(cost)
 
     def write(self) -> None:
-        """Write to the records what was kept in memory."""
+        """Write the kept costs to the records. Raises Unavailable, and keeps them for the next try."""
         with self._lock:
-            costs, self._costs = self._costs, {}
+            costs = self._costs
+            self._costs = {}
         if not costs:
             return
         try:
@@ -77,7 +77,8 @@ class UploadCosts:
             for device_id, cost in costs
         ]
         with self._store.writing() as db:
-            connection, rounds = db.connection(), set[tuple[int, int]]()
+            connection = db.connection()
+            rounds = set[tuple[int, int]]()
             connection.execute(_DOWN, moved)
             connection.execute(_UP, moved)
             for device_id, cost in costs:
@@ -88,7 +89,8 @@ class UploadCosts:
                     continue
                 federation_id, number, arrival, counted = found
                 in_round = number if arrival is None else counted
-                if in_round is not None:  # else it waits in a buffer, and no record that is kept has it
+                # An update that waits in a buffer has no round yet.
+                if in_round is not None:
                     rounds.add((federation_id, in_round))
             for federation_id, in_round in sorted(rounds):
                 touch(db, federation_id, in_round)

@@ -1,4 +1,4 @@
-"""Dispatch: assignments for devices that ask for work, their payloads, and work that is handed back."""
+"""Dispatch of assignments and payloads to devices, and of returned work."""
 
 from __future__ import annotations
 
@@ -28,17 +28,20 @@ from .skew import adjustment
 log = logging.getLogger(__name__)
 
 REST_SECONDS = 60.0
-"""A device that handed its work back is not drawn for so long: the cause (heat, load, a diverging loss) takes time to
-pass, and a lone device would otherwise hand back a federation's rounds one after the other."""
+"""Time for which a device that returned work is not drawn: the cause (heat, load, a diverging loss) takes time to pass,
+and a single device would otherwise return one round after another."""
 
 FEW = 20
-"""Waiting devices that are looked up one by one; of more it is first asked for which of them there is anything."""
+"""Number of waiting devices up to which each is looked up by itself."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A device that asks for work. mask: the digest of the mask that it holds; model: that of the global model that it
-    can rebuild. first: False for another look within one call."""
+    """A device's request for work.
+
+    mask: digest of the mask that it holds. model: digest of the global model that it can rebuild. first: False for a
+    repeated look within one long poll.
+    """
 
     device_id: str
     mask: str | None = None
@@ -48,8 +51,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Asked:
-    """The answer to a device that asks for work: its assignment, if any, with its payload, and whether it was taken to
-    be away."""
+    """The answer to a request for work. was_away: the device had been marked absent."""
 
     assignment: wire.Assignment | None
     payload: Packed | None = None
@@ -67,11 +69,10 @@ class Dispatch:
     def next_assignment(
         self, device_id: str, mask: str | None = None, model: str | None = None, *, asked: bool = True
     ) -> Asked:
-        """Return the device's oldest open assignment, or none. Raises Finished when there will be none.
+        """Return the device's oldest open assignment, if any. Raises Finished if no more work will come.
 
-        A device that comes after the end, without a model, is given ``adapt`` first. mask: the digest of the mask that
-        it holds; model: that of the global model that it can rebuild. asked: False for another look within one long
-        poll: a device that has left since it asked, perhaps in another call, stays away.
+        After the end, a device without a model first gets ``adapt``. mask, model, asked (as ``first``): see ``Ask``. A
+        repeated look does not mark a device present that has left in the meantime.
         """
         (answer,) = self.answer_all([Ask(device_id, mask, model, asked)])
         if isinstance(answer, Exception):
@@ -79,7 +80,7 @@ class Dispatch:
         return answer
 
     def answer_all(self, asks: Sequence[Ask]) -> list[Asked | Exception]:
-        """Return for each device what ``next_assignment`` returns or raises."""
+        """Return the result or exception of ``next_assignment`` for each device."""
         answers: list[Asked | Exception] = []
         with self._store.reading() as db:
             idle = self._idle(db, [ask.device_id for ask in asks if not ask.first])
@@ -97,7 +98,7 @@ class Dispatch:
         return answers
 
     def _idle(self, db: Session, waiting: Sequence[str]) -> set[str]:
-        """Return those of the waiting devices for which there is nothing: most of a large fleet, at every move."""
+        """Return the waiting devices that have no work: in a large fleet, most of them."""
         if len(waiting) < FEW:
             return set()
         over = select(Federation.id).where(Federation.status.not_in(("waiting", "running")))
@@ -109,13 +110,14 @@ class Dispatch:
         return set(waiting) - busy
 
     def _answer(self, ask: Ask, device: Device, federation: Federation, assignment: Assignment | None) -> Asked:
-        now, device_id, asked = self._clock(), ask.device_id, ask.first
-        away = asked and not device.present
+        now = self._clock()
+        device_id = ask.device_id
+        away = ask.first and not device.present
         ended = federation.status in ("finished", "stopped") and assignment is None and device.holds_model
-        goodbye = ended and load_method(federation.method).schedule.last_for_everyone is None
-        # A poll is no fact worth a write (``last_seen``), unless the device was thought away, or holds another mask or
-        # model than it did, and may be sent something once more.
-        if away or (asked and not goodbye and (ask.mask, ask.model) != (device.mask, device.model)):
+        leaves = ended and load_method(federation.method).schedule.last_for_everyone is None
+        # A poll needs no transaction (``last_seen``), unless the device was marked absent, or holds another mask or
+        # model than recorded and may get another payload.
+        if away or (ask.first and not leaves and (ask.mask, ask.model) != (device.mask, device.model)):
             holds = {"mask": ask.mask, "model": ask.model, "paused": None}
             with self._store.writing() as db:
                 db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now, **holds))
@@ -136,7 +138,7 @@ class Dispatch:
         return Asked(*self._describe(federation, device, assignment, now), was_away=away)
 
     def payload(self, assignment_id: str, device_id: str) -> Packed:
-        """Return the bundle of an open assignment of this device. Raises NotFound, NotAllowed, RoundClosed."""
+        """Return the payload of an open assignment of this device. Raises NotFound, NotAllowed, RoundClosed."""
         with self._store.reading() as db:
             assignment, device, federation = owned(db, assignment_id, device_id)
         if assignment.status != "open":
@@ -146,7 +148,7 @@ class Dispatch:
         return self._models.payload(federation, device, assignment)
 
     def payloads(self, wanted: Sequence[tuple[str, str]]) -> list[Packed | Exception]:
-        """Return for each assignment and device what ``payload`` returns or raises."""
+        """Return the result or exception of ``payload`` for each assignment and device."""
         found: list[Packed | Exception] = []
         for assignment_id, device_id in wanted:
             try:
@@ -156,16 +158,16 @@ class Dispatch:
         return found
 
     def check_open(self, assignment_id: str, device_id: str) -> None:
-        """Raise RoundClosed if this assignment is not open any more; NotFound, NotAllowed."""
+        """Check that this assignment is open. Raises NotFound, NotAllowed, RoundClosed."""
         with self._store.reading() as db:
             assignment, _, _ = owned(db, assignment_id, device_id)
         if assignment.status != "open":
             raise RoundClosed(f"the assignment is {assignment.status}: nobody waits for it any more")
 
     def hand_back(self, assignment_id: str, device_id: str, reason: wire.PauseReason | str) -> None:
-        """Take an assignment back from a device that cannot do it; twice is the same as once.
+        """Take an assignment back from a device that cannot do it; idempotent.
 
-        One whose policy says so stays away until it asks for work again; others rest.
+        A device paused by its policy is absent until it asks for work again; others rest for ``REST_SECONDS``.
         """
         text = reason.value if isinstance(reason, wire.PauseReason) else reason
         with self._store.writing() as db:
@@ -174,23 +176,29 @@ class Dispatch:
                 return
             if assignment.status != "open":
                 raise RoundClosed(f"the assignment is {assignment.status} already; nothing to hand back")
-            assignment.status, assignment.return_reason = "returned", text
+            assignment.status = "returned"
+            assignment.return_reason = text
             if isinstance(reason, wire.PauseReason):
-                device.present, device.paused = False, text
+                device.present = False
+                device.paused = text
             else:
                 note_failure(device, assignment, text, self._clock())
                 device.rest_until = self._clock() + REST_SECONDS
             touch(db, federation.id, assignment.round)
             log.info(
                 "round %s: %s hands back %s: %s",
-                *(assignment.round, device.name, assignment.kind, in_words(text)),
+                assignment.round,
+                device.name,
+                assignment.kind,
+                in_words(text),
                 extra={"round": assignment.round},
             )
 
     def _late_work(self, federation: Federation, device_id: str) -> Assignment | None:
         """Return the work of the last round for everyone, if the device has not done it and was not drawn since."""
         schedule = load_method(federation.method).schedule
-        if schedule.last_for_everyone is None:  # asked at every poll: what follows validates the settings
+        # Every poll comes here: return before the settings are validated.
+        if schedule.last_for_everyone is None:
             return None
         situation = Situation(self._models.manifest(federation), settings_of(federation), federation.round)
         number = schedule.last_for_everyone(situation)
@@ -201,7 +209,8 @@ class Dispatch:
                 return None
         with self._store.writing() as db:
             device = db.get_one(Device, device_id)
-            federation = db.get_one(Federation, federation.id)  # as it is now: models of before may be gone
+            # Read again: the model of the earlier read may be deleted.
+            federation = db.get_one(Federation, federation.id)
             missed = missed_work(db, device_id, number)
             if not missed or device.status != "active" or not reaches(device.budget, smallest_budget(federation)):
                 return None

@@ -7,27 +7,18 @@
     assignment   open --> done (update accepted) | returned (handed back)
                       --> expired (deadline, silence of its device, or the quorum was met)
 
-Here is the order of steps; ``opening`` and ``closing`` begin and end rounds, ``expiry`` the work of devices that are
-late or silent. Buffered rounds, which do not wait for their cohort, are in ``buffered``.
+Round 0 is the preparation of a model by one device, if the method needs it; it repeats until an update comes.
 
-If a method has one device prepare the model, that is round 0; it is repeated, with any device that is present, until
-an update comes.
+Calls from devices only record facts, each in one transaction. ``advance`` acts on them: it opens rounds, folds updates
+into running sums and closes rounds. One thread at a time calls it, after each fact and at every tick. Its transactions
+are refused if another process now moves the rounds (``storage.processes``).
 
-Calls from devices only record facts, each in one transaction: enrolled, asked, handed back, sent an update.
-``advance`` turns facts into progress: it opens rounds, folds updates into running sums, closes rounds. It is called by
-one thread at a time, whenever a fact has come and every tick for the deadlines.
+An update is on disk and in the records before it is acknowledged. The running sums are only in memory and are rebuilt
+after a restart. Updates are folded in the cohort's order (by device name); an early one waits on disk. So the same
+updates give the same model bit for bit, and memory does not grow with the cohort.
 
-Nothing acknowledged is lost: an update is on disk and in the records before it is answered. The running sums are only
-memory: after a restart they are rebuilt from the stored updates. Updates are folded in the order of the cohort (sorted
-by device name); one that comes out of turn waits on disk. So the same updates give the same model bit for bit, in
-whatever order they arrive, and memory does not grow with the cohort.
-
-Every transaction here is refused where another process has taken over the moving of rounds (``storage.processes``).
-
-Devices that miss a deadline, or are not seen for ``silence_seconds`` while their work is awaited, are not drawn again
-until they ask for work; those that hand back are not drawn for a minute. Silence counts only while this process looks:
-after a restart, a pause, or a time in which no call could come, it counts anew. A round whose cohort sent nothing is
-recorded with no updates and leaves the model as it was; the next opens when somebody is there.
+A device that misses a deadline, or is silent for ``silence_seconds`` while its work is awaited, is not drawn until it
+asks for work; one that returns work is not drawn for a minute. A round without updates leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -81,7 +72,8 @@ _SOMEBODY_TRAINS = (
     .where(
         Assignment.federation_id == bindparam("federation_id"),
         Assignment.round == bindparam("number"),
-        Assignment.kind.in_(PHASES),  # training is one of them
+        # The phases include training.
+        Assignment.kind.in_(PHASES),
         Assignment.status == literal_column("'open'"),
     )
     .limit(1)
@@ -92,11 +84,10 @@ _MOVING = select(Federation.id, Federation.name, Federation.status).where(
 
 
 class Rounds:
-    """Runs the rounds of every federation.
+    """Run the rounds of all federations.
 
-    last_seen: when each device was. decoded: accepted updates that are still in memory. longest_pause: the pause, s,
-    that a device without work may make because it was asked to. on_closed: called with each round that closes, its
-    seconds, and the number of its updates that were left out. progress: called with each step, update and file.
+    decoded: accepted updates that are still in memory. longest_pause: longest pause between polls, seconds. on_closed:
+    called with federation name, seconds and number of excluded updates. progress: called at each step, update and file.
     """
 
     def __init__(
@@ -124,26 +115,24 @@ class Rounds:
         self._advancing = threading.Lock()
         self._folding: dict[int, Folding] = {}
         self._stuck: dict[int, float] = {}
-        self._calm: dict[int, tuple[int, float]] = {}  # by federation: a round that waits for all, and until when
+        # By federation: a round that waits for its whole cohort, and the time of the next look.
+        self._calm: dict[int, tuple[int, float]] = {}
 
     def resume_after_restart(self) -> None:
-        """Give open rounds their whole deadline again: the time without a coordinator was not the devices' fault."""
+        """Restart the deadlines of open rounds, because devices could not report while the coordinator was down."""
         with self._store.writing() as db:
             for federation in db.scalars(select(Federation).where(Federation.status.in_(("running", "waiting")))):
                 extend_deadlines(db, federation, self._clock())
 
     def forget_sums(self) -> None:
-        """Forget the running sums, since another process may have moved rounds.
-
-        They are made again from the stored updates.
-        """
+        """Discard the running sums, because another process may have moved rounds; stored updates restore them."""
         with self._advancing:
             self._folding.clear()
             self._closing.forget_all()
             self._expiry.forget_all()
 
     def advance(self) -> bool:
-        """Turn facts into progress; return whether something moved that a device or observer may wait for."""
+        """Act on recorded facts; return whether devices or observers may see a change."""
         moved = False
         with self._advancing:
             now = self._clock()
@@ -159,16 +148,18 @@ class Rounds:
                         while (found := self._step_whole(federation_id)) is not Step.nothing:
                             moved = True
                             self._progress()
-                            if found is Step.opened:  # whose devices have only been asked
+                            # No device can have answered a round that has just opened.
+                            if found is Step.opened:
                                 break
-                    except Unavailable:  # the store has logged it, once; the sums are made again
+                    except Unavailable:
+                        # The store has logged the failure. Rebuild the sums from the stored updates.
                         self._folding.pop(federation_id, None)
                         self._expiry.forget(federation_id)
                     except Exception:
-                        # A lost file or an uninstalled method stops its federation, not the others. Its sums may hold
-                        # half an update: they are made again from what is stored.
+                        # A lost file or an uninstalled method stops only its own federation. The sums may hold half an
+                        # update, so rebuild them. A federation that was deleted meanwhile needs no log line.
                         self._folding.pop(federation_id, None)
-                        if self._is_deleted(federation_id):  # meanwhile, so that its records or files were missing
+                        if self._is_deleted(federation_id):
                             self._closing.forget(federation_id)
                         else:
                             self._say_stuck(federation_id)
@@ -178,9 +169,10 @@ class Rounds:
         return moved
 
     def _is_calm(self, db: Session, federation_id: int, status: str, now: float) -> bool:
-        """Return whether there is nothing to do but to wait: a cohort's first updates have come, or none.
+        """Return whether a round only waits for its cohort.
 
-        They are folded later, if there are few enough to be in memory by then."""
+        Its first updates are folded later, as long as all of them fit in memory.
+        """
         number, until = self._calm.get(federation_id, (0, -math.inf))
         if status != "running" or not now < until or not self._decoded.has_room:
             return False
@@ -197,9 +189,10 @@ class Rounds:
             log.exception("federation %s cannot move on; the others do, and it is tried again", federation_id)
 
     def _step_whole(self, federation_id: int) -> Step:
-        """Do as ``step`` does; where an update that it needs is damaged, have the device send another one.
+        """Do one step; if a stored update is damaged, request it again.
 
-        Raises Damaged where it is a model: the federation waits until its operator has restored it."""
+        Raises Damaged for a damaged model: the federation waits until its operator has restored it.
+        """
         try:
             return self.step(federation_id)
         except Damaged as damage:
@@ -213,11 +206,13 @@ class Rounds:
         with self._store.reading() as db:
             federation, current = db.execute(_FEDERATION_AND_ROUND, {"federation_id": federation_id}).one()
             cohort = cohort_of(db, federation, current.number) if current else []
+        # A waiting federation may have an open round: paused in round 1, then resumed.
         if federation.status == "waiting" and self._opening.start(federation_id):
-            return Step.moved  # before its round, which may be open: paused in round 1, then resumed
+            return Step.moved
         if federation.status == "running" and self._expiry.withdraw_silent(federation, current):
             return Step.moved
-        self._models.manifest(federation)  # read and parsed here, and not in a transaction
+        # Cache the manifest, and below the digest, so that no transaction reads files.
+        self._models.manifest(federation)
         if current is not None:
             if self._closing.is_made(federation, current):
                 if self._closing.record(federation):
@@ -228,20 +223,22 @@ class Rounds:
             return Step.moved if self._step_round(federation, current, cohort) else Step.nothing
         if federation.status == "running":
             if settings_of(federation).secure:
-                self._models.sent_digest(federation)  # likewise
+                self._models.sent_digest(federation)
             return Step.moved if self._expiry.expire_late(federation_id) else self._opening.open(federation_id)
         return Step.nothing
 
     def _step_secure(self, federation: Federation, current: Round) -> bool:
-        """Move a secure round on by a phase; close it with the sums that came out."""
+        """Advance a secure round by a phase, or close it with its sums."""
         ended = self._secure.advance(federation, current)
         if isinstance(ended, bool):
-            if not ended and settings_of(federation).quorum == 1:  # else a phase may end while some still train
+            # With a quorum below 1, a phase may end while devices still train.
+            if not ended and settings_of(federation).quorum == 1:
                 self._calm[federation.id] = (current.number, self._clock() + LOOK_SECONDS)
             return ended or self._expiry.expire_late(federation.id)
         folding = self._fold(federation, current)
         folding.take_sums(ended)
-        folding.position = ended.notes.get("secure_keys_asked", 0)  # all that were drawn, whoever came
+        # The number of devices drawn, including those that vanished.
+        folding.position = ended.notes.get("secure_keys_asked", 0)
         return self._close(federation, current.number, folding)
 
     def _step_round(self, federation: Federation, current: Round, cohort: Sequence[Member]) -> bool:
@@ -249,7 +246,8 @@ class Rounds:
             return self._step_secure(federation, current)
         done = [member.id for member in cohort if member.status == "done"]
         waiting = [member.id for member in cohort if member.status == "open"]
-        late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
+        late = self._clock() >= current.deadline_at
+        stopped = federation.status == "stopped"
         settings = settings_of(federation)
         lacking = _lacking(settings, cohort, len(done))
         if lacking and not stopped and (late or not waiting) and current.extensions < settings.extensions:
@@ -261,7 +259,8 @@ class Rounds:
         folding = self._fold(federation, current)
         folding.take_in_order(cohort)
         if waiting:
-            if current.target == len(cohort):  # else it may close while some still train
+            # With a smaller target, the round may close while devices still train.
+            if current.target == len(cohort):
                 until = min(current.deadline_at, self._clock() + LOOK_SECONDS)
                 self._calm[federation.id] = (current.number, until)
             return self._expiry.expire_late(federation.id)
@@ -269,13 +268,16 @@ class Rounds:
         return self._close(federation, current.number, folding, dict.fromkeys(done, why) if lacking else None)
 
     def _step_buffered(self, federation: Federation, current: Round) -> bool:
-        """Take in what has arrived, keep a cohort at work, and close when the buffer is full (``buffered``)."""
-        settings, number = settings_of(federation), current.number
-        late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
+        """Fold the arrivals, keep a cohort at work, and close the round when the buffer is full."""
+        settings = settings_of(federation)
+        number = current.number
+        late = self._clock() >= current.deadline_at
+        stopped = federation.status == "stopped"
         final = is_final(federation, number)
         folding = self._fold(federation, current)
         with self._store.reading() as db:
-            busy = working(db, federation)  # before the arrivals: where nobody trains, none can come after them
+            # Read before the arrivals: if no device trains now, no later arrival can be missed.
+            busy = working(db, federation)
             room = None if final else max(0, current.target - len(folding.taken))
             arrived = arrivals(db, federation, folding.last, room)
         folding.take_arrivals(arrived)
@@ -297,14 +299,14 @@ class Rounds:
         return True
 
     def _ask_again(self, federation_id: int, key: str) -> bool:
-        """Open the assignment anew whose stored update is damaged; return whether the key is of one.
+        """Reopen the assignment of a damaged update; return whether the key belongs to an update.
 
-        Its device trains for it again if it asks before the deadline. Else the round's record says what was left out.
+        The device trains again if it asks before the deadline; else the round's record lists the update as left out.
         """
         with self._store.reading() as db:
             if not _is_update(db.get(Assignment, assignment_of(key)), key):
                 return False
-        # First, for its device may send the same again, to the same key, as soon as it is asked.
+        # Delete first: the reopened device may send the same update to the same key.
         self._store.blobs.delete(key)
         with self._store.moving() as db:
             damaged = db.get(Assignment, assignment_of(key))
@@ -317,19 +319,25 @@ class Rounds:
             touch(db, federation_id, damaged.round)
             log.warning(
                 "the stored update of %s is damaged and left out; it is asked to train round %s again",
-                *(device.name, damaged.round),
+                device.name,
+                damaged.round,
                 extra={"round": damaged.round},
             )
         return True
 
     def _fold(self, federation: Federation, current: Round) -> Folding:
-        folding, number = self._folding.get(federation.id), current.number
+        folding = self._folding.get(federation.id)
+        number = current.number
         if folding is None or folding.round != number:
             with self._store.reading() as db:
                 situation = situation_of(db, self._models, federation, number)
                 length = usual_before(db, federation.id, number)
             folding = Folding(
-                *(self._store, self._models, self._decoded, federation, situation),
+                self._store,
+                self._models,
+                self._decoded,
+                federation,
+                situation,
                 usual_length=length,
                 progress=self._progress,
             )
@@ -338,16 +346,16 @@ class Rounds:
 
 
 def _is_update(assignment: Assignment | None, key: str) -> bool:
-    """Return whether the update of this assignment that the records name is the one under this key."""
     if assignment is None:
         return False
     return key == update_key(assignment.federation_id, assignment.id, assignment.update_sha256 or "")
 
 
 def _lacking(settings: FederationSettings, cohort: Sequence[Member], came: int) -> int:
-    """Return how many updates a round must have, if fewer came; else 0."""
+    """Return the required number of updates if fewer came, else 0."""
     if not cohort or cohort[0].kind != Kind.train.value:
         return 0
-    if settings.noise_multiplier is not None:  # nobody may know how many came
+    # Under noise the number of updates is private.
+    if settings.noise_multiplier is not None:
         return 0
     return settings.min_updates if came < settings.min_updates else 0

@@ -1,15 +1,13 @@
-"""Evaluations after a round: each device that is asked evaluates models on its own data.
+"""Evaluations after a round: devices evaluate models on their own data.
 
-A device judges the personal model that it keeps, for which nothing goes down but the request. The global model travels
-to be judged, so a sample of the devices that are there judges it, seldom: ``global_evaluation_devices`` of them, every
-``global_evaluation_interval`` rounds and at the end. Where devices keep no personal model there is nothing else to
-judge, and the sample does so every ``evaluation_interval`` rounds. At the end, where a mixture with the global model
-may be the better personal model, every device is sent the finished one.
+Devices evaluate their personal models every ``evaluation_interval`` rounds. The global model must be downloaded, so
+only a sample of ``global_evaluation_devices`` evaluates it, every ``global_evaluation_interval`` rounds and at the end.
+Without personal models, the sample evaluates at both intervals. At the end every device gets the finished model if a
+mixture with it may become the personal model.
 
-With ``personal_model=fleet`` that end has two steps. All devices first ``compare`` what they may take with the finished
-model, and tell moments of it; the evaluation then brings what these are in the mean (``protocol.evidence``). In secure
-rounds the cohort of the last one tells them under its masks. Where devices are fewer than ``FEWEST_DEVICES``, each
-chooses by its own data.
+With ``personal_model=fleet`` the end has two steps. Devices first ``compare`` their candidates with the finished model
+and report moments; the evaluation then carries the mean moments (``protocol.evidence``). In secure rounds the last
+cohort reports them under its masks. With fewer than ``FEWEST_DEVICES`` devices, each chooses by its own data.
 """
 
 from __future__ import annotations
@@ -37,14 +35,13 @@ from .skew import adjustment
 def ask_for_evaluation(
     db: Session, federation: Federation, now: float, *, with_global: bool = False, last: bool = False
 ) -> bool:
-    """Ask the devices that are present, stopped or not, to evaluate models; return False if nobody is asked.
+    """Request evaluations from present devices that do not rest; return whether any device is asked.
 
-    Those that rest because their updates were refused are not asked.
-
-    with_global: a sample of them also judges the global model. last: so it does, for no round follows; where devices
-    are first to compare what they may take, they are asked for that.
+    with_global: a sample also evaluates the global model. last: no round follows; implies ``with_global``, or requests
+    the comparison if that comes first.
     """
-    method, settings = load_method(federation.method), settings_of(federation)
+    method = load_method(federation.method)
+    settings = settings_of(federation)
     there = devices_of(db, federation, ("active", "stopped"))
     present = sorted((each for each in there if each.present and not rests(each, now)), key=_name)
     mixes = last and method.mixes_global and settings.keeps_best
@@ -60,8 +57,9 @@ def ask_for_evaluation(
 
 
 def evaluate_in_between(db: Session, federation: Federation, before: int, now: float) -> None:
-    """Ask for the evaluations that are due after a round; ``before``: the number of the round before it."""
-    settings, number = settings_of(federation), federation.round
+    """Request the evaluations due after a round; ``before``: the number of the previous round."""
+    settings = settings_of(federation)
+    number = federation.round
 
     def is_due(interval: int) -> bool:
         return interval > 0 and number // interval > before // interval
@@ -75,7 +73,7 @@ def evaluate_in_between(db: Session, federation: Federation, before: int, now: f
 def _work(
     db: Session, federation: Federation, settings: FederationSettings, *, mixes: bool
 ) -> tuple[Kind, dict[str, Any]]:
-    """Return what devices are asked for, and its plan. mixes: they may take the finished model, or a part of it."""
+    """Return the kind of work and its plan. mixes: the personal model may become a mixture with the finished one."""
     plan: dict[str, Any] = adjustment(db, federation)
     if not mixes:
         return Kind.evaluate, plan
@@ -92,11 +90,11 @@ def _work(
 def _who_judges_global(
     federation: Federation, settings: FederationSettings, present: list[Device], *, always: bool, wanted: bool
 ) -> set[str]:
-    """Return the names of the devices that are sent the global model: all if ``always``, a sample if ``wanted``."""
+    """Return the names of the devices that get the global model: all if ``always``, a sample if ``wanted``."""
     method = load_method(federation.method)
     if not sends_values(method, Kind.evaluate, holds_model=True):
         return set()
-    # A model that is not usable alone means nothing without the newest global one.
+    # A personal model that is not usable by itself must be combined with the newest global model.
     if always or not method.usable_global_model:
         return {device.name for device in present}
     if not (wanted or not method.personal_models):
@@ -112,7 +110,7 @@ def _who_judges_global(
 
 
 def _compared(db: Session, federation: Federation) -> list[Assignment]:
-    """Return the assignments by which the finished model was compared with others, answered or not."""
+    """Return the comparisons with the finished model, answered or not."""
     of_last = select(Assignment).where(
         Assignment.federation_id == federation.id,
         Assignment.round == federation.round,
@@ -122,19 +120,19 @@ def _compared(db: Session, federation: Federation) -> list[Assignment]:
 
 
 def _pool(db: Session, federation: Federation, settings: FederationSettings, compared: list[Assignment]) -> Pool | None:
-    """Return what all devices have found; None where too few have told it, or under noise of secure sums alone."""
+    """Return the mean moments; None if too few devices reported them, or with noise in secure rounds."""
     if settings.secure:
         return _pool_of_round(db, federation) if settings.noise_multiplier is None else None
     receipts = [read_stored(Receipt, each.report) for each in compared if each.status == "done"]
-    told = [each.evidence for each in receipts if each is not None and each.evidence is not None]
+    reported = [each.evidence for each in receipts if each is not None and each.evidence is not None]
     if settings.noise_multiplier is None:
-        return pool_of(told)
-    means = noisy_means(told, len(compared), settings, federation.noise_key, federation.round)
+        return pool_of(reported)
+    means = noisy_means(reported, len(compared), settings, federation.noise_key, federation.round)
     return Pool.of(len(compared), means)
 
 
 def _pool_of_round(db: Session, federation: Federation) -> Pool | None:
-    """Return what the devices of the last secure round have told under its masks."""
+    """Return the mean moments that the last secure round summed."""
     last = db.scalar(select(Round).where(Round.federation_id == federation.id, Round.number == federation.round))
     notes = last.notes if last is not None and isinstance(last.notes, dict) else {}
     means = notes.get("metrics", {})

@@ -1,4 +1,4 @@
-"""The end of work that is waited for in vain: its deadline has passed, or its device is silent."""
+"""Expiry of work whose deadline has passed or whose device is silent."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from .secure_state import PHASES
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
-"""The time between two looks at open work for silent devices, and at work without a round for late ones, while
-updates keep coming."""
+"""Shortest time between two searches for silent or late devices."""
 
 MOST_SAID = 10
-"""Devices that a line of the log names."""
+"""Largest number of devices named in a log line."""
 
 GAP_SECONDS = 10.0
-"""The longest gap between two looks; after a longer one silence counts anew, for the process may have stood still."""
+"""Longest gap between two looks. After a longer one the process may have been suspended: silence counts from zero."""
 
 
 class Expiry:
-    """Closes the work of devices that are late or silent, in every federation.
+    """Close the work of late or silent devices in all federations.
 
-    longest_pause: the pause, s, that a device without work may make because it was asked to.
+    longest_pause: longest pause between polls of a device without work, seconds.
     """
 
     def __init__(
@@ -44,29 +43,30 @@ class Expiry:
         self._last_seen = last_seen
         self._longest_pause = longest_pause
         self._looked_at = -math.inf
-        self._looking_since: dict[int, float] = {}  # by federation: without a gap, and while it was not paused
+        # By federation: the start of the current time without a gap or a pause.
+        self._looking_since: dict[int, float] = {}
         self._late_seen: dict[int, float] = {}
         self._silent_seen: dict[int, float] = {}
 
     def begin_look(self, federation_ids: Collection[int], now: float) -> None:
-        """Note that these federations are looked at from now on, if they were not, or there was a gap."""
+        """Begin a look at these federations; after a gap, silence counts from now."""
         since = self._looking_since if now - self._looked_at <= GAP_SECONDS else {}
         self._looking_since = {each: since.get(each, now) for each in federation_ids}
 
     def end_look(self) -> None:
-        """Note that all federations have been looked at."""
+        """End the look at all federations."""
         self._looked_at = self._clock()
 
     def forget(self, federation_id: int) -> None:
-        """Have silence in a federation count anew."""
+        """Restart the count of silence in this federation."""
         self._looking_since.pop(federation_id, None)
 
     def forget_all(self) -> None:
-        """Have silence count anew everywhere."""
+        """Restart the count of silence everywhere."""
         self._looking_since.clear()
 
     def expire(self, assignment_ids: Sequence[str], *, away: bool) -> None:
-        """Close assignments to updates. ``away``: their devices missed a deadline, and are not drawn until they ask."""
+        """Close open assignments. away: mark their devices absent until they ask for work."""
         with self._store.moving() as db:
             for assignment in db.scalars(select(Assignment).where(Assignment.id.in_(assignment_ids))):
                 if assignment.status == "open":
@@ -74,16 +74,17 @@ class Expiry:
                     federation = db.get_one(Federation, assignment.federation_id)
                     touch(db, federation.id, assignment.round)
                     if away:
-                        device, now = db.get_one(Device, assignment.device_id), self._clock()
+                        device = db.get_one(Device, assignment.device_id)
+                        now = self._clock()
                         late = assignment.deadline_at <= now
                         device.present = False
                         why = "it missed the deadline" if late else "it was silent for too long"
                         note_failure(device, assignment, why, now)
 
     def withdraw_silent(self, federation: Federation, current: Round | None) -> bool:
-        """Close the awaited work of devices that were not seen for ``silence_seconds``; return whether there was any.
+        """Close the awaited work of devices that were silent for ``silence_seconds``; return whether there was any.
 
-        Work that nobody waits for stays: adapting the finished model, and work for everyone of an earlier round.
+        Work that blocks no round stays open: adaptation, and work for everyone from an earlier round.
         """
         now = self._clock()
         if now - self._silent_seen.get(federation.id, -math.inf) < LOOK_SECONDS:
@@ -118,14 +119,16 @@ class Expiry:
         names = sorted(set(silent.values()))
         log.warning(
             "%s: silent for more than %g s, so nobody waits for %s%s",
-            *(federation.name, settings.silence_seconds, ", ".join(names[:MOST_SAID])),
+            federation.name,
+            settings.silence_seconds,
+            ", ".join(names[:MOST_SAID]),
             f" and {len(names) - MOST_SAID} more" if len(names) > MOST_SAID else "",
             extra={"round": federation.round + 1},
         )
         return True
 
     def expire_late(self, federation_id: int) -> bool:
-        """Close the evaluations whose deadline has passed, and the training that belongs to no round of its own."""
+        """Close late evaluations and, in buffered federations, late training; return whether there was any."""
         now = self._clock()
         if now - self._late_seen.get(federation_id, -math.inf) < LOOK_SECONDS:
             return False

@@ -1,27 +1,20 @@
-"""The sums of an open round: its updates are clipped, outliers are left out, and the others are folded in.
+"""The sums of an open round: clip updates, leave outliers out, fold the others in.
 
-    update_clip     an update whose difference from what was sent is longer (2-norm, over the values that it sent) is
-                    scaled down to that length
-    relative_clip   likewise one that is so many times longer than usual (``lengths``)
-    outlier_mads    an update is left out of the sums when the root mean square of its difference lies further from the
-                    round's median than so many times 1.4826 MAD, the median distance from that median (for a normal
-                    distribution 1.4826 MAD is the standard deviation; Leys and others, J. Exp. Soc. Psychol. 2013)
+    update_clip     longest difference between an update and the sent values (2-norm); a longer one is scaled down
+    relative_clip   the same limit as a multiple of the usual length (``lengths``)
+    outlier_mads    largest distance of an update's root mean square difference from the round's median, in multiples of
+                    1.4826 MAD, the standard deviation of a normal distribution (Leys et al., J. Exp. Soc. Psychol.
+                    2013); updates farther away are left out
 
-The root mean square and not the norm, because masks of unequal budgets have unequally many values. A MAD of less than
-a twentieth of the median counts as that: devices that agree to the last bit are no reason to leave the next one out.
-Of fewer than four updates nobody can be told from the others.
+The root mean square does not depend on the number of values, which the budget determines. The MAD is at least 5 % of
+the median, so that nearly identical updates do not exclude the next one.
 
-Outliers are known when all updates have come, and so is what is usual in the first round. There updates are measured
-as they come, in the cohort's order, and read from the disk once more when the round closes. An update that is left out
-stays acknowledged: the device did its work, counts in the record, and the record says why the model is without it.
+Outliers, and the usual length of the first round, are known only after all updates have come. Until then updates are
+only measured; they are read again when the round closes. An update that is left out stays acknowledged.
 
-What no model can hold does not get into one: a value that is not finite in the federation's precision. An update that
-would bring one by itself is refused when it comes (``fault_of_update``). One of a buffered round that does so when it
-is brought forward to a newer model is left out of the sums. And a round whose model would have one all the same makes
-none (``next_model``): the old model stays, since nobody can say which update it was.
-
-The sums are only memory: after a restart they are made again from the stored updates, in the same order. An update
-that was accepted a moment ago is still decoded in memory (``DecodedUpdates``); others are read from the disk.
+Values that are not finite in the federation's precision never enter a model. An update with such values is refused
+(``fault_of_update``), or left out if they appear only when it is added to a newer model. If the sums have such values,
+the old model stays (``next_model``), because no single update can be blamed.
 """
 
 from __future__ import annotations
@@ -60,22 +53,22 @@ from .secure import Ended
 log = logging.getLogger(__name__)
 
 FEWEST = 4
-"""Updates among which an outlier can be told."""
+"""Smallest number of updates among which outliers are searched for."""
 
 LEAST_SPREAD = 0.05
-"""A share of the median: a smaller MAD counts as this."""
+"""Smallest MAD, as a fraction of the median."""
 
 ROUNDING = 1e-6
-"""The share of a tensor's largest running variance by which rounding may bring another one below 0."""
+"""Rounding error allowed below a variance of 0, as a fraction of the tensor's largest running variance."""
 
 DECODED_BYTES = 24 * 1024 * 1024
-"""Decoded updates that are kept in memory: a few, or none of a large model. All of them are on the disk, too."""
+"""Memory for decoded updates, bytes. All updates are also on disk."""
 
 
 class DecodedUpdates:
-    """Updates between their acceptance and the sums, by their keys, so that each is decoded once.
+    """Cache of accepted updates by key, so that each is decoded once; thread-safe.
 
-    It holds at most ``DECODED_BYTES``, the latest ones: memory does not grow with the cohort. Any thread may use it.
+    It keeps the latest ``DECODED_BYTES``, so memory does not grow with the cohort.
     """
 
     def __init__(self) -> None:
@@ -85,11 +78,11 @@ class DecodedUpdates:
 
     @property
     def has_room(self) -> bool:
-        """Return whether as much again may come before any is dropped."""
+        """Return whether the cache is less than half full."""
         return self._bytes < DECODED_BYTES / 2
 
     def put(self, key: str, decoded: bundle.Bundle) -> None:
-        """Keep an update, in place of the oldest ones."""
+        """Keep an update; drop the oldest ones if the memory is full."""
         with self._lock:
             self._drop(key)
             self._updates[key] = decoded
@@ -98,12 +91,12 @@ class DecodedUpdates:
                 self._drop(next(iter(self._updates)))
 
     def take(self, key: str) -> bundle.Bundle | None:
-        """Remove an update and return it, if it is here."""
+        """Remove and return an update, if it is kept."""
         with self._lock:
             return self._drop(key)
 
     def forget(self, folder: str) -> None:
-        """Remove all updates of this folder."""
+        """Remove all updates in this folder."""
         with self._lock:
             for key in [key for key in self._updates if key.startswith(f"{folder}/")]:
                 self._drop(key)
@@ -120,9 +113,10 @@ def _bytes_of(decoded: bundle.Bundle) -> int:
 
 
 def values_of(manifest: Manifest, decoded: bundle.Bundle, sent: Tensors) -> NDArray[np.float32]:
-    """Return an update's values as those of a model; int8 ones are a difference from what was sent.
+    """Return an update's values as model values; int8 updates are differences from ``sent``.
 
-    What does not fit float32 becomes infinite."""
+    Values that do not fit float32 become infinite.
+    """
     if decoded.precision != "int8":
         return decoded.values
     with np.errstate(over="ignore"):
@@ -130,9 +124,10 @@ def values_of(manifest: Manifest, decoded: bundle.Bundle, sent: Tensors) -> NDAr
 
 
 def fault_of_update(manifest: Manifest, decoded: bundle.Bundle, sent: Tensors) -> str | None:
-    """Return what no model can hold of what an update would make of the values that were sent; None if it can be."""
+    """Describe a value of an update that no model can hold; None if all values are valid."""
     values = values_of(manifest, decoded, sent)
-    unfit = decoded.precision == "int8" and not _fits(values, "fp32")  # values that came as such are known to fit
+    # Only int8 differences can overflow: other values were checked when they were decoded.
+    unfit = decoded.precision == "int8" and not _fits(values, "fp32")
     if not unfit and not any(map(_is_variance, manifest.shared)):
         return None
     for spec, _, part in unpack(manifest, values, decoded.mask):
@@ -144,7 +139,7 @@ def fault_of_update(manifest: Manifest, decoded: bundle.Bundle, sent: Tensors) -
 
 
 def fault_of_model(model: GlobalModel, settings: FederationSettings) -> str | None:
-    """Return what of a global model cannot be sent to devices, or stored; None if all can be."""
+    """Describe a tensor that cannot be sent to devices or stored; None if the model is valid."""
     precision = settings.precision_of("down", Kind.train)
     for name, array in (*model.tensors.items(), *model.own.items()):
         if array.dtype.kind == "f" and not _fits(array, precision):
@@ -156,14 +151,14 @@ def fault_of_model(model: GlobalModel, settings: FederationSettings) -> str | No
 
 
 def next_model(method: CoordinatorMethod, model: GlobalModel, sums: Sums, situation: Situation) -> GlobalModel | str:
-    """Return the next global model, or why these sums make none that devices could be sent."""
+    """Return the next global model, or the reason why these sums give no valid one."""
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             made = method.aggregation.close(model, sums, situation)
     except (ArithmeticError, ValueError) as error:
         log.exception("a method cannot make a model of round %s", situation.round)
         return f"{situation.settings.method} cannot make a model of these updates: {error}"
-    # A stale update's difference can bring a variance below 0 in an honest device's hands.
+    # The difference of an honest but stale update can make a variance negative.
     negative = {
         spec.name: np.maximum(made.tensors[spec.name], np.float32(0))
         for spec in situation.manifest.shared
@@ -174,26 +169,25 @@ def next_model(method: CoordinatorMethod, model: GlobalModel, sums: Sums, situat
 
 
 def _fits(values: Array, precision: bundle.Precision) -> bool:
-    """Return whether all values are finite in this precision, by the smallest and the largest, one of which is NaN if
-    any is."""
+    """Return whether all values are finite in this precision."""
     largest = bundle.LARGEST_VALUE[precision]
+    # The minimum is NaN if any value is.
     return not values.size or bool(-largest <= values.min() and values.max() <= largest)
 
 
 def _is_variance(spec: TensorSpec) -> bool:
-    """Return whether these are batch norm's running variances, of which square roots are taken."""
     return not spec.trainable and spec.name.rpartition(".")[2] == "running_var"
 
 
 def sums_of(
     method: CoordinatorMethod, model: GlobalModel, situation: Situation, folder: Path, noise_key: bytes = b""
 ) -> Sums:
-    """Return the sums that a round's updates are folded into: the method's, or those of the federation's settings.
+    """Return empty sums for a round: robust, private, or the method's own.
 
-    What one device prepares (round 0) comes through as it is: there is nobody to compare it with. noise_key: that of
-    the federation, of which only a private one makes use.
+    The model that one device prepares (round 0) is used unchanged. noise_key: used only with noise.
     """
-    sums, settings = method.aggregation.sums(model, situation), situation.settings
+    sums = method.aggregation.sums(model, situation)
+    settings = situation.settings
     if isinstance(sums, OneUpdate):
         return sums
     if settings.robust is not None:
@@ -205,7 +199,7 @@ def sums_of(
 
 @dataclass(frozen=True)
 class Update:
-    """A decoded update: values float32 [count_values(manifest, mask)], those of a model; and its method's parts."""
+    """A decoded update: model values, float32 [count_values(manifest, mask)], and the method's parts."""
 
     values: Array
     mask: Mask | None
@@ -214,10 +208,10 @@ class Update:
 
 
 class Intake:
-    """Takes in the updates of one round, in the cohort's order.
+    """Clip, check and fold the updates of one round, in the cohort's order.
 
-    sent: the values that devices were given. usual_length: that of updates of earlier rounds, None where there are none
-    (``lengths``). parts: what updates of the method bring beside values.
+    sent: the values that devices received. usual_length: of earlier rounds' updates, if any (``lengths``). parts: the
+    method's data beside values.
     """
 
     def __init__(
@@ -229,24 +223,29 @@ class Intake:
         usual_length: float | None = None,
         parts: Sequence[UpdatePart] = (),
     ) -> None:
-        self.sums, self._parts = sums, parts
-        # In secure rounds devices have clipped, and what comes are means of their updates.
-        self._clip, self._mads = None if settings.secure else settings.update_clip, settings.outlier_mads
+        self.sums = sums
+        self._parts = parts
+        # In secure rounds the devices clip, and the coordinator receives means of updates.
+        self._clip = None if settings.secure else settings.update_clip
+        self._mads = settings.outlier_mads
         self._relative = settings.relative_clip if clips_relatively(settings) else 0.0
         self._usual = usual_length
         self._manifest = manifest
         self._sent = sent
-        if isinstance(sums, OneUpdate):  # what prepares a model is no change of it, and there is no other
-            self._clip = self._mads = None
+        # The prepared model of round 0 is not a difference, and there is no other update to compare it with.
+        if isinstance(sums, OneUpdate):
+            self._clip = None
+            self._mads = None
             self._relative = 0.0
         self._waits = self._mads is not None or (self._relative > 0 and usual_length is None)
-        self._measured: list[tuple[str, str, float, float]] = []  # with 2-norm and root mean square
+        # Assignment id, key, 2-norm, root mean square.
+        self._measured: list[tuple[str, str, float, float]] = []
         self._lengths: list[float] = []
         self._clipped: dict[str, float] = {}
         self._left_out: dict[str, str] = {}
 
     def take(self, assignment_id: str, key: str, update: Update) -> None:
-        """Take in the next update; key: the one under which it can be read again."""
+        """Measure or fold the next update; key: of the stored update."""
         if self._waits:
             norm = norm_of(self._manifest, self._sent, update.values, update.mask)
             self._measured.append((assignment_id, key, norm, norm / math.sqrt(max(1, len(update.values)))))
@@ -254,13 +253,11 @@ class Intake:
             self._fold(assignment_id, update)
 
     def leave_out(self, assignment_id: str, why: str) -> None:
-        """Note that an update does not count."""
+        """Exclude an update and record the reason."""
         self._left_out[assignment_id] = why
 
     def finish(self, drawn: int, read: Callable[[str], Update]) -> None:
-        """Fold the updates that were only measured, except outliers, when all of ``drawn`` devices' have come.
-
-        read: returns an update by its key, again."""
+        """Fold the measured updates except outliers. drawn: number of devices drawn. read: returns an update by key."""
         if isinstance(self.sums, RobustSums):
             self.sums.drawn = drawn
         if not self._measured:
@@ -280,20 +277,23 @@ class Intake:
         self._measured.clear()
 
     def moves(self, drawn: int) -> bool:
-        """Return whether a round for which so many devices were drawn makes a new model.
+        """Return whether the round makes a new model.
 
-        It does if an update came; under noise always, since nobody shall know whether one came."""
+        It does if an update came; under noise also without one, because the number of updates is private.
+        """
         return bool(self.sums.updates) or (isinstance(self.sums, PrivateSums) and drawn > 0)
 
     def notes(self) -> dict[str, Any]:
-        """Return notes for the round's record: the updates that were clipped, assignment id -> to which share of their
-        length, and left out, assignment id -> why.
+        """Return notes for the round's record.
 
-        And how many values a robust rule held back."""
+        ``clipped``: assignment id -> scale factor. ``left_out``: assignment id -> reason. ``values_held_back``: number
+        of values excluded by a robust rule.
+        """
         found: dict[str, Any] = {}
         if self._clip is not None or self._clipped:
             found["updates_clipped"] = len(self._clipped)
-        if self._clipped and not isinstance(self.sums, PrivateSums):  # whose are as private as the updates
+        # Under noise, scale factors are as private as the updates.
+        if self._clipped and not isinstance(self.sums, PrivateSums):
             found["clipped"] = self._clipped
         if self._lengths:
             found[LENGTHS] = kept(self._lengths)
@@ -306,7 +306,8 @@ class Intake:
     def _fold(self, assignment_id: str, update: Update) -> None:
         if self._relative or self._clip is not None:
             longest = math.inf if self._clip is None else self._clip
-            if self._relative and self._usual:  # of 0 where nobody moved anything, and then nothing is unusual
+            # A usual length of 0 sets no limit.
+            if self._relative and self._usual:
                 longest = min(longest, self._relative * self._usual)
             update, norm = clip(self._manifest, self._sent, update, longest)
             if norm > longest:
@@ -320,15 +321,18 @@ class Intake:
 
 
 def clips_relatively(settings: FederationSettings) -> bool:
-    """Return whether ``relative_clip`` acts: not in secure rounds, where nobody sees single updates; not under noise,
-    where other devices' updates would decide how much of one counts; not beside a robust rule, which has its bound."""
+    """Return whether ``relative_clip`` applies.
+
+    It does not in secure rounds, which hide single updates; under noise, because an update's weight would depend on
+    other devices' data; and with a robust rule, which has its own bound.
+    """
     return settings.relative_clip > 0 and not (
         settings.secure or settings.robust is not None or settings.noise_multiplier is not None
     )
 
 
 def clip(manifest: Manifest, sent: Tensors, update: Update, longest: float) -> tuple[Update, float]:
-    """Return the update, its difference from what was sent cut to ``longest`` (2-norm), and the norm that it had."""
+    """Clip an update's difference from ``sent`` to ``longest`` (2-norm); return it and its original norm."""
     norm = norm_of(manifest, sent, update.values, update.mask)
     if norm <= longest:
         return update, norm
@@ -338,19 +342,18 @@ def clip(manifest: Manifest, sent: Tensors, update: Update, longest: float) -> t
 
 
 def centre(sizes: list[float]) -> tuple[float, float]:
-    """Return the median, and the standard deviation that the MAD stands for."""
+    """Return the median and the standard deviation estimated from the MAD."""
     median = float(np.median(sizes))
     mad = float(np.median(np.abs(np.array(sizes) - median)))
     return median, 1.4826 * max(mad, LEAST_SPREAD * median)
 
 
 class Folding:
-    """The sums of one open round. decoded: updates that are still in memory. usual_length: that of earlier updates.
+    """The sums of one open round.
 
-    round: its number. position: how many of its assignments, in the cohort's order, were looked at. taken: those whose
-    updates were taken in. last: in a buffered round the number of the last arrival among them, and behind: how many
-    models old each was. notes: counts for the record. sizes: bytes of the updates' bundles by part. progress: called
-    with each update.
+    position: number of assignments examined in the cohort's order. taken: assignments whose updates were folded or
+    measured. last and behind, in a buffered round: number of the last arrival; age of each update in models. notes:
+    counts for the record. sizes: bundle bytes by part. progress: called at each update.
     """
 
     def __init__(
@@ -385,20 +388,22 @@ class Folding:
             usual_length,
             method.parts,
         )
-        self.position = self.last = 0
+        self.position = 0
+        self.last = 0
         self.taken: list[str] = []
         self.behind: list[int] = []
         self.sizes: Counter[str] = Counter()
         self.notes: dict[str, Any] = {}
-        self._versions: dict[str, int] = {}  # of the models that updates were trained on, where that is not today's
+        # By key: the model version of updates trained on an older model.
+        self._versions: dict[str, int] = {}
         self._limits: dict[str, int | None] = {}
 
     def finish(self) -> None:
-        """Fold what waited until all have come."""
+        """Fold the measured updates after the last one has come."""
         self.intake.finish(self.position, lambda key: self._read(key)[0])
 
     def take_in_order(self, cohort: Sequence[Member]) -> None:
-        """Fold the next updates in the cohort's order; stop at the first that is still awaited."""
+        """Fold the next updates in the cohort's order; stop at the first open assignment."""
         while self.position < len(cohort) and cohort[self.position].status != "open":
             member = cohort[self.position]
             if member.status == "done" and member.kind in BUNDLE_KINDS:
@@ -407,7 +412,7 @@ class Folding:
             self.position += 1
 
     def take_sums(self, ended: Ended) -> None:
-        """Fold the sums of a secure round, each as one update, and note whose updates are in none."""
+        """Fold the sums of a secure round, each as one update, and record the lost updates."""
         for each in ended.sums:
             self.intake.take(each.assignment_ids[0], "", Update(each.values, each.mask, each.num_examples))
             self.taken.extend(each.assignment_ids)
@@ -416,7 +421,7 @@ class Folding:
         self.notes = ended.notes
 
     def take_arrivals(self, arrived: Sequence[Arrival]) -> None:
-        """Fold updates in the order in which they came, each brought forward to today's model."""
+        """Fold updates in their order of arrival, each applied to the current model."""
         for each in arrived:
             key = update_key(self._federation.id, each.assignment_id, each.update_sha256)
             behind = self._federation.model_version - each.model_version
@@ -429,7 +434,7 @@ class Folding:
     def _take(self, assignment_id: str, key: str, most_examples: int | None) -> None:
         self._limits[key] = most_examples
         update, sizes = self._read(key)
-        # Others came as values, which were found to fit when they were decoded.
+        # Other updates are values that were checked when they were decoded.
         if (self._int8 or key in self._versions) and not _fits(update.values, self._precision):
             self.intake.leave_out(assignment_id, "its values are not finite when they are added to the global model")
         else:
@@ -438,11 +443,11 @@ class Folding:
         self.taken.append(assignment_id)
 
     def _read(self, key: str) -> tuple[Update, Mapping[str, int]]:
-        """Return an update as it counts in this round, and the bytes of its bundle by part."""
+        """Return an update with its weight in this round, and its bundle's bytes by part."""
         self._progress()
         decoded = self._decoded.take(key)
         if decoded is None:
-            # Its digest was compared with its key's: that inside of it need not be.
+            # The store has compared the body's digest with the key, so the inner digest is not checked again.
             body = self._store.blobs.load(key)
             decoded = bundle.decode(body, self._manifest, self._model.mask, parts=self._parts, intact=True)
         report = UpdateReport.model_validate_json(decoded.report)

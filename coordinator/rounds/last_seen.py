@@ -1,8 +1,7 @@
-"""The time at which each device was last seen: at any of its calls, and with each piece of a body that it sends.
+"""The time of each device's last call or received piece of a body.
 
-It is noted in memory, at every call, and brought to the records all at once every ``WRITE_SECONDS``: a device that asks
-for work, or sends a heartbeat, costs no transaction. What another process of the same coordinator has heard is known
-here so much later.
+Times are kept in memory and written together every ``WRITE_SECONDS``, so polls and heartbeats cost no transaction.
+Other processes of the same coordinator learn them with that delay.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _WRITE = (
 
 
 class LastSeen:
-    """The times at which this process has seen devices and which the records do not have yet."""
+    """Times that this process has noted and not yet written to the records."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
@@ -38,21 +37,21 @@ class LastSeen:
         self._lock = threading.Lock()
 
     def note(self, device_id: str) -> None:
-        """Note a call of this device. Any thread may do so."""
+        """Note a call of this device; thread-safe."""
         with self._lock:
             self._at[device_id] = self._clock()
 
     def at(self, device_id: str, seen_at: float) -> float:
-        """Return when a device was last seen; seen_at: the time in the records."""
+        """Return the time at which a device was last seen; seen_at: the time in the records."""
         return max(seen_at, self._at.get(device_id, -math.inf))
 
     @property
     def lag(self) -> float:
-        """Return by how many seconds other processes may know better."""
+        """Return the largest delay, seconds, of times noted by other processes."""
         return 0.0 if self._store.shared is None else WRITE_SECONDS
 
     def write(self) -> None:
-        """Write the times to the records, unless that was done a moment ago. Raises Unavailable."""
+        """Write the times, at most every ``WRITE_SECONDS``. Raises Unavailable."""
         now = self._clock()
         if not self._at or now - self._written_at < WRITE_SECONDS:
             return
@@ -61,5 +60,6 @@ class LastSeen:
             written = dict(self._at)
         with self._store.writing() as db:
             db.connection().execute(_WRITE, [{"device_id": key, "heard_at": at} for key, at in written.items()])
-        with self._lock:  # only now: a reader meanwhile found it here
+        # Drop the written times last: until now, concurrent readers needed them.
+        with self._lock:
             self._at = {key: at for key, at in self._at.items() if written.get(key) != at}

@@ -1,4 +1,4 @@
-"""The opening of rounds: federations start, devices are drawn and given work, more of them if updates are missing."""
+"""The opening of rounds: start federations, draw devices, assign work, and extend rounds that lack updates."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from .skew import adjustment
 log = logging.getLogger(__name__)
 
 ACCIDENT = 1e-9
-"""The error of binary floats: 0.28 * 25 is 7.000000000000001, and seven are enough."""
+"""Tolerance for floating-point error: 0.28 * 25 is 7.000000000000001 and must round up to 7."""
 
 
 class Step(Enum):
-    """The outcome of a step: nothing; something moved, so that there may be more to do; or a round opened."""
+    """The outcome of a step: no change; a change, after which another step may follow; or a new round."""
 
     nothing = 0
     moved = 1
@@ -48,18 +48,18 @@ class Step(Enum):
 
 
 class Opening:
-    """Opens rounds, and gives their work to devices."""
+    """Open rounds and assign their work."""
 
     def __init__(self, store: Store, models: Models, clock: Callable[[], float], secure: SecureRounds) -> None:
         self._store = store
         self._models = models
         self._clock = clock
         self._secure = secure
-        # By federation: devices that did not prepare it, since the others were asked.
+        # By federation: devices that failed to prepare the model and are asked again after all others.
         self._failed_to_prepare: dict[int, set[str]] = {}
 
     def start(self, federation_id: int) -> bool:
-        """Let a federation run that has enough devices; return whether it does from now on."""
+        """Start a waiting federation if enough devices are enrolled; return whether it started."""
         with self._store.moving() as db:
             federation = db.get_one(Federation, federation_id)
             enrolled = db.scalar(
@@ -79,7 +79,8 @@ class Opening:
             settings = settings_of(federation)
             if federation.status != "running" or open_round(db, federation):
                 return Step.nothing
-            over, going_on = why_over(db, federation), goes_on(db, federation)
+            over = why_over(db, federation)
+            going_on = goes_on(db, federation)
             if over and not (over == "all_stopped" and going_on):
                 return Step.moved if self._finish(db, federation, over) else Step.nothing
             there = drawable(db, federation, now)
@@ -88,7 +89,8 @@ class Opening:
             number, size, work, able = self._next_work(db, federation, settings, there)
             more = 0.0 if work.everyone or work.kind is Kind.prepare else settings.over_selection
             current = Round(federation_id=federation.id, number=number, status="open", stale=True)
-            current.opened_at, current.deadline_at = now, now + settings.deadline_seconds
+            current.opened_at = now
+            current.deadline_at = now + settings.deadline_seconds
             current.target = 0
             db.add(current)
             busy = 0 if settings.buffer is None else len(working(db, federation))
@@ -104,9 +106,9 @@ class Opening:
             return Step.opened if settings.buffer is None else Step.moved
 
     def extend(self, federation_id: int, number: int, *, late: bool) -> bool:
-        """Give a round another deadline, and its work to as many further devices as updates are missing.
+        """Restart a round's deadline and assign its work to one more device per missing update.
 
-        False where nobody is there to ask before the deadline: somebody may come.
+        Return False if the deadline has not passed and no further device is free: one may still come.
         """
         if not late and not self._somebody_is_free(federation_id, number):
             return False
@@ -125,13 +127,15 @@ class Opening:
             extend_deadlines(db, federation, self._clock())
         log.warning(
             "%s: round %s lacks updates; it is extended, and given to %s devices more",
-            *(federation.name, number, more),
+            federation.name,
+            number,
+            more,
             extra={"round": number},
         )
         return True
 
     def top_up(self, federation_id: int, number: int) -> bool:
-        """Give a buffered round's work to so many more devices that a cohort trains; False where nobody is there."""
+        """Assign a buffered round's work until a full cohort trains; return whether any device got work."""
         if not self._somebody_is_free(federation_id, number):
             return False
         with self._store.moving() as db:
@@ -144,9 +148,10 @@ class Opening:
             return bool(self._hand_out(db, federation, current, work, room, drawable(db, federation, self._clock())))
 
     def withdraw(self, db: Session, current: Round) -> None:
-        """Take back a preparation that nobody answered: its round is opened anew, with the devices that are present.
+        """Delete a preparation round without an answer, so that it opens again.
 
-        Those that were not asked yet come first, or one that never answers would be asked for ever."""
+        Devices that were not asked yet come first: a device that never answers must not be asked forever.
+        """
         of_round = (Assignment.federation_id == current.federation_id, Assignment.round == current.number)
         asked = db.scalars(select(Assignment.device_id).where(*of_round)).all()
         self._failed_to_prepare.setdefault(current.federation_id, set()).update(asked)
@@ -156,7 +161,7 @@ class Opening:
     def _next_work(
         self, db: Session, federation: Federation, settings: FederationSettings, there: Sequence[Drawable]
     ) -> tuple[int, int, Work, Sequence[Drawable]]:
-        """Return the number of the next round, how many devices it is for, its work, and the devices to draw from."""
+        """Return the next round's number, its cohort size, its work, and the devices to draw from."""
         method = load_method(federation.method)
         if method.prepares and federation.model_version == 0:
             failed = self._failed_to_prepare.setdefault(federation.id, set())
@@ -171,8 +176,9 @@ class Opening:
     def _hand_out(
         self, db: Session, federation: Federation, current: Round, work: Work, size: int, there: Sequence[Drawable]
     ) -> int:
-        """Have up to ``size`` devices more, of those that are present, do a round's work; return their number."""
-        now, (asked, free) = self._clock(), _free(db, federation, current.number, there)
+        """Assign a round's work to up to ``size`` more of the present devices; return their number."""
+        now = self._clock()
+        asked, free = _free(db, federation, current.number, there)
         names = draw(db, federation, list(free.values()), size, current.number) if size > 0 else []
         if load_method(federation.method).schedule.last_for_everyone is not None:
             drop_late_work(db, [free[name].id for name in names])
@@ -181,7 +187,12 @@ class Opening:
         ratios = chosen_ratios(db, self._models, federation, drawn, current.number)
         for position, (device, most) in enumerate(zip(drawn, limits, strict=True), start=asked):
             assignment = assign(
-                *(federation, device, work.kind, current.number, position, now),
+                federation,
+                device,
+                work.kind,
+                current.number,
+                position,
+                now,
                 ratio=ratios.get(device.name),
                 most_examples=most,
             )
@@ -190,7 +201,7 @@ class Opening:
         return len(names)
 
     def _somebody_is_free(self, federation_id: int, number: int) -> bool:
-        """Return whether a round can be given to more devices: looked up before a transaction is begun for it."""
+        """Return whether the round can have more devices; a read, to save a transaction."""
         with self._store.reading() as db:
             federation = db.get_one(Federation, federation_id)
             return bool(_free(db, federation, number, drawable(db, federation, self._clock()))[1])
@@ -199,13 +210,16 @@ class Opening:
         evaluations = select(Assignment.id).where(
             Assignment.federation_id == federation.id, Assignment.kind.in_(JUDGING_KINDS)
         )
+        # The last evaluation is still open.
         if db.scalar(evaluations.where(Assignment.status == "open").limit(1)):
-            return False  # the last evaluation is still being answered
+            return False
         of_last = evaluations.where(Assignment.round == federation.round, Assignment.kind == Kind.evaluate.value)
         judged = db.scalar(of_last.limit(1))
         if federation.round and not judged and ask_for_evaluation(db, federation, self._clock(), last=True):
             return True
-        federation.status, federation.reason, federation.finished_at = "finished", reason, self._clock()
+        federation.status = "finished"
+        federation.reason = reason
+        federation.finished_at = self._clock()
         log.info("%s: finished after %s rounds (%s)", federation.name, federation.round, reason)
         return True
 
@@ -213,7 +227,7 @@ class Opening:
 def _free(
     db: Session, federation: Federation, number: int, there: Sequence[Drawable]
 ) -> tuple[int, dict[str, Drawable]]:
-    """Return how many devices round ``number`` was given to, and the others, by name, that could have it."""
+    """Return the number of devices assigned to round ``number``, and by name the devices that are free for it."""
     asked = {member.device_id for member in cohort_of(db, federation, number)}
     busy = asked.union(working(db, federation))
     return len(asked), {device.name: device for device in there if device.id not in busy}

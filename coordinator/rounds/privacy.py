@@ -1,4 +1,4 @@
-"""The privacy cost of a federation's models so far (``sums.private``)."""
+"""The privacy cost of a federation's models (``sums.private``)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..storage.tables import Assignment, Device
 
 
 def epsilon(settings: FederationSettings, times: int) -> float:
-    """Return epsilon at ``privacy_delta`` of the models of a federation that drew a device ``times`` times.
+    """Return epsilon at ``privacy_delta`` after a device was drawn ``times`` times.
 
-    Raises BadContent where the accountant is not installed.
+    Raises BadContent if the accountant is not installed.
     """
     assert settings.noise_multiplier is not None, "the federation promises something"
     noise = settings.noise_multiplier / SENSITIVITY[settings.privacy_adjacency]
@@ -28,7 +28,7 @@ def epsilon(settings: FederationSettings, times: int) -> float:
 
 
 def spent(db: Session, federation_id: int, number: int, settings: FederationSettings) -> PrivacySpent | None:
-    """Return the privacy cost of the models up to round ``number``; None if the federation promises none."""
+    """Return the privacy cost of the models up to round ``number``; None without noise."""
     if settings.noise_multiplier is None:
         return None
     draws = (

@@ -1,13 +1,11 @@
 """Rollback to an older global model.
 
-The next round begins from it; round numbers go on. The rounds whose models are given up so stay in the records, marked
-``undone``, and each round's record names the model it began from. While a round is open its devices train the model
-that is given up: it closes first, and is undone with the others.
+The next round begins from it, with the next round number. Rounds whose models are discarded stay in the records, marked
+``undone``; each round's record names its base model. An open round closes first and is undone with the others.
 
-Devices need not know of it. A mask is sent as the changes since the one that a device says it holds, from
-whatever model it is. Where a device says which model it holds, that of a round that was undone counts as unknown, and
-it is sent the whole; since that of a round before, the older model knows the changes. Personal models and parts stay as
-they are: they are the devices'. A method whose rounds build on each other in stages refuses what would tear them.
+Devices need no notice. A mask is sent as changes to the mask that the device reports, from any model. A reported model
+of an undone round counts as unknown, so the device gets the whole model. Personal models and parts do not change. A
+method with stages refuses a rollback that would break them.
 """
 
 from __future__ import annotations
@@ -31,13 +29,14 @@ _NEWEST = select(func.max(Round.model_version)).where(Round.federation_id == bin
 
 
 def ask(db: Session, federation: Federation, models: Models, version: int) -> None:
-    """Go back to ``version``: now, or, while a round is open, when it has closed. Raises NotFound, WrongState."""
+    """Go back to ``version`` now, or after the open round has closed. Raises NotFound, WrongState."""
     kept = models.kept(db, federation)
     if version not in kept:
         raise NotFound(
             f"model_version: {federation.name} has no model {version} any more; it has {', '.join(map(str, kept))}"
         )
-    method, current = load_method(federation.method), open_round(db, federation)
+    method = load_method(federation.method)
+    current = open_round(db, federation)
     if method.prepares and version == 0:
         raise WrongState(
             f"model_version: {federation.method} prepares model 0 before it is trained; go back to a later"
@@ -51,7 +50,7 @@ def ask(db: Session, federation: Federation, models: Models, version: int) -> No
 
 
 def carry_out(db: Session, federation: Federation) -> None:
-    """Go back to the model that was asked for; between rounds."""
+    """Carry out a requested rollback, if any; only between rounds."""
     version = federation.rollback_version
     if version is None:
         return
@@ -61,20 +60,22 @@ def carry_out(db: Session, federation: Federation) -> None:
     undone = Round.model_version.not_in(stays)
     db.execute(update(Round).where(*known).values(undone=undone, stale=True, facts=Round.facts + 1))
     log.warning("%s: goes back from model %s to %s", federation.name, federation.model_version, version)
-    federation.model_version, federation.rollback_version = version, None
+    federation.model_version = version
+    federation.rollback_version = None
     federation.model_sha256 = db.get_one(Model, (federation.id, version)).sha256
 
 
 def newest_version(db: Session, federation: Federation) -> int:
-    """Return the number of the newest model there has been, undone ones included."""
+    """Return the highest model version so far, undone ones included."""
     return max(federation.model_version, db.scalar(_NEWEST, {"federation_id": federation.id}) or 0)
 
 
 def list_models(db: Session, federation: Federation, models: Models) -> list[ModelInfo]:
-    """Return the global models that are kept, oldest first."""
+    """Return the stored global models, oldest first."""
     made: dict[int | None, Round] = {}
     for item in _rounds(db, federation):
-        made.setdefault(item.model_version, item)  # the first round that ended with it made it
+        # Later rounds without a new model name the same version.
+        made.setdefault(item.model_version, item)
     return [
         ModelInfo(
             version=version,
@@ -94,15 +95,15 @@ def _rounds(db: Session, federation: Federation) -> list[Round]:
 
 
 def _made_of(db: Session, federation: Federation, version: int) -> set[int]:
-    """Return ``version``, and the models that it came of."""
-    came_of: dict[int | None, int | None] = {}
+    """Return ``version`` and all models that it was trained from."""
+    bases: dict[int | None, int | None] = {}
     for item in _rounds(db, federation):
-        came_of.setdefault(item.model_version, item.base_version)
+        bases.setdefault(item.model_version, item.base_version)
     found: set[int] = set()
     step: int | None = version
     while step is not None and step not in found:
         found.add(step)
-        step = came_of.get(step)
+        step = bases.get(step)
     return found
 
 

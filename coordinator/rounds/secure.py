@@ -1,16 +1,17 @@
-"""Rounds of secure aggregation: the coordinator learns the sums of cells, and no update by itself.
+"""Rounds of secure aggregation: the coordinator learns only the sums of cells, and no single update.
 
-A round goes through five phases, each an assignment of its own for each device:
+A round has five phases. In each, every device gets an assignment of its own:
 
-    keys     public keys of this round, signed              -> cells, neighbours and draws are chosen, at random
-    shares   secrets, shared and sealed for neighbours      -> who shared is told; cells with too few are given up
-    train    a masked update                                -> who is left is told
-    agree    a signature of that, by most of the round      -> it is shown to all
-    unmask   shares of who is left, and of who has vanished -> the sum of each cell that has enough
+    phase    a device sends                                 then the coordinator
+    keys     signed public keys for this round              draws cells, neighbours and neurons at random
+    shares   shares of its secrets, sealed for neighbours   drops cells with too few devices
+    train    a masked update                                sends the list of remaining devices
+    agree    a signature of that list                       sends the signatures, if most devices signed
+    unmask   shares of remaining and vanished devices       opens the sum of each cell with enough devices
 
-A phase ends when all have answered or handed back, or at its deadline. Whoever vanishes in a phase is out of those
-after it. All that the coordinator goes by is in the records: ``Round.secure``, and the answers in the assignments'
-reports, of which none is a device's secret.
+A phase ends when all devices have answered or returned the work, or at its deadline. A device that vanishes in a phase
+is out of the later ones. The state is in the records: ``Round.secure`` and the answers in the assignments' reports,
+which contain no device's secret.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 def cell_size(settings: FederationSettings) -> int:
-    """Return the fewest devices of a cell, so that enough of them are left where the stated share vanishes."""
+    """Return the smallest cell of which enough devices remain if the fraction ``secure_dropouts`` vanishes."""
     least = least_cell(settings.secure_colluders)
     size = least
     while size - math.floor(settings.secure_dropouts * size + 1e-9) < least:
@@ -59,7 +60,7 @@ def cell_size(settings: FederationSettings) -> int:
 
 @dataclass(frozen=True)
 class CellSum:
-    """The mean of what a cell's devices have moved: an update, float32 [values of the mask]."""
+    """The mean of a cell's updates: values [count_values(manifest, mask)], float32, or float64 under noise."""
 
     assignment_ids: Sequence[str]
     values: Array
@@ -69,7 +70,7 @@ class CellSum:
 
 @dataclass(frozen=True)
 class Ended:
-    """A secure round that is over: the sums that came out, why others did not, by assignment, and counts."""
+    """The end of a secure round. lost: assignment id -> reason for an update in no sum. notes: counts."""
 
     sums: Sequence[CellSum]
     lost: Mapping[str, str]
@@ -92,7 +93,7 @@ class _Member:
 
 @dataclass(frozen=True)
 class _Answers:
-    """The answers that sums are opened with, by device; shares: whose -> point -> value."""
+    """The answers that open sums, by device name. seeds, pad_secrets: owner -> point -> share."""
 
     keys: Mapping[str, Keys]
     trained: Mapping[str, _Member]
@@ -102,27 +103,30 @@ class _Answers:
 
 @dataclass(frozen=True)
 class _Opened:
-    """A cell at the end of its round. lost: why updates are in no sum, by assignment. told: metrics and weights."""
+    """A cell at the end of its round. lost: as in ``Ended``. metrics: name -> sum, weight."""
 
     sum: CellSum | None
     lost: Mapping[str, str]
-    told: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     wrong_shares: int = 0
     any_left: bool = True
 
 
 class SecureRounds:
-    """Moves secure rounds from phase to phase. expire: closes assignments, as ``Rounds`` does it."""
+    """Move secure rounds from phase to phase. expire: ``Expiry.expire``."""
 
     def __init__(self, store: Store, models: Models, clock: Callable[[], float], expire: Callable[..., None]) -> None:
-        self._store, self._models, self._clock, self._expire = store, models, clock, expire
+        self._store = store
+        self._models = models
+        self._clock = clock
+        self._expire = expire
 
     def begin(self, db: Session, federation: Federation, current: Round, plan: Plan) -> None:
-        """Begin the first phase of a round, whose devices have just been asked for keys."""
+        """Begin the first phase of a round whose ``keys`` assignments are new in this session."""
         manifest = self._models.manifest(federation)
         model = self._models.sent_digest(federation)
         digest = round_digest(manifest, model, settings_of(federation), plan, current.number)
-        # Of this round alone, and unforeseeable: keys and masks that follow from it are used once.
+        # Unique and unpredictable, so that keys and masks derived from it are used only once.
         context = f"{federation.uid}|{current.number}|{secrets.token_hex(8)}"
         state = SecureState(phase=Kind.keys, context=with_digest(context, digest), plan=plan)
         current.secure = state.model_dump(mode="json")
@@ -131,13 +135,15 @@ class SecureRounds:
                 assignment.deadline_at = self._clock() + settings_of(federation).secure_phase_seconds
 
     def advance(self, federation: Federation, current: Round) -> bool | Ended:
-        """Move on where a phase is over; return whether anything moved, or what came out of the round."""
-        state, settings = state_of(current), settings_of(federation)
+        """End the current phase if it is over; return whether anything moved, or the end of the round."""
+        state = state_of(current)
+        settings = settings_of(federation)
         phase = state.phase
         with self._store.reading() as db:
             counts = _count(db, federation.id, current.number, phase)
         open_ones, earliest = counts.get("open", (0, math.inf))
-        asked, answered = sum(count for count, _ in counts.values()), counts.get("done", (0, 0.0))[0]
+        asked = sum(count for count, _ in counts.values())
+        answered, _ = counts.get("done", (0, 0.0))
         stopped = federation.status == "stopped"
         late = stopped or earliest <= self._clock()
         enough = phase is Kind.train and answered >= math.ceil(settings.quorum * asked - 1e-9)
@@ -165,12 +171,13 @@ class SecureRounds:
     def _to_shares(
         self, federation: Federation, current: Round, state: SecureState, done: Sequence[_Member]
     ) -> bool | Ended:
-        settings, names = settings_of(federation), [member.name for member in done]
+        settings = settings_of(federation)
+        names = [member.name for member in done]
         least = cell_size(settings)
         sharing = choose_sharing(len(names), settings.secure_colluders, settings.secure_dropouts)
         if sharing is None:
             return self._over(federation, current, f"{len(names)} devices sent keys, too few to hide one another")
-        # Only now, so that no key was chosen by who would be beside whom.
+        # Drawn after the keys arrived, so that no device can choose its key by its neighbours.
         seed = secrets.token_hex(16)
         ratios = {member.name: member.ratio for member in done}
         made = make_cells(ratios, least, f"cells {seed}".encode())
@@ -190,17 +197,19 @@ class SecureRounds:
         return self._next(federation, current, following, done)
 
     def _weights(self, members: Sequence[_Member], *, alike: bool) -> dict[str, int]:
-        """Return how much each device counts: the samples that it told, up to the most that any counts with. alike:
-        everybody counts as 1 (``sums.private``)."""
+        """Return each device's weight: its sample count, at most the largest limited count of any device.
+
+        alike: all weights are 1 (``sums.private``).
+        """
         if alike:
             return {member.name: 1 for member in members}
         with self._store.reading() as db:
-            told = {member.name: db.get_one(Device, member.device_id).num_examples or 1 for member in members}
+            counts = {member.name: db.get_one(Device, member.device_id).num_examples or 1 for member in members}
         most = max(
-            told[member.name] if member.most_examples is None else min(told[member.name], member.most_examples)
+            counts[member.name] if member.most_examples is None else min(counts[member.name], member.most_examples)
             for member in members
         )
-        return {name: min(count, most) for name, count in told.items()}
+        return {name: min(count, most) for name, count in counts.items()}
 
     def _to_training(
         self, federation: Federation, current: Round, state: SecureState, done: Sequence[_Member]
@@ -234,13 +243,16 @@ class SecureRounds:
         return self._next(federation, current, following, alike)
 
     def _next(self, federation: Federation, current: Round, state: SecureState, members: Sequence[_Member]) -> bool:
-        settings, now, kind = settings_of(federation), self._clock(), state.phase
+        settings = settings_of(federation)
+        now = self._clock()
+        kind = state.phase
         cells = {name: cell for cell in state.cells for name in cell.names}
         with self._store.moving() as db:
             current = db.get_one(Round, current.id)
             federation = db.get_one(Federation, federation.id)
+            # Another process has moved the round.
             if current.status != "open" or state_of(current).phase is kind:
-                return True  # another process has done it
+                return True
             devices = {
                 device.id: device
                 for device in db.scalars(select(Device).where(Device.id.in_([member.device_id for member in members])))
@@ -248,7 +260,12 @@ class SecureRounds:
             for position, member in enumerate(members):
                 cell = cells[member.name]
                 assignment = assign(
-                    *(federation, devices[member.device_id], kind, current.number, position, now),
+                    federation,
+                    devices[member.device_id],
+                    kind,
+                    current.number,
+                    position,
+                    now,
                     ratio=cell.ratio,
                     most_examples=member.most_examples,
                 )
@@ -259,7 +276,8 @@ class SecureRounds:
                 else:
                     assignment.deadline_at = now + settings.secure_phase_seconds
                 db.add(assignment)
-            current.secure, current.stale = state.model_dump(mode="json"), True
+            current.secure = state.model_dump(mode="json")
+            current.stale = True
         return True
 
     def _over(self, federation: Federation, current: Round, why: str) -> Ended:
@@ -273,7 +291,7 @@ class SecureRounds:
         return Ended([], lost, notes | {"secure_without_sum": 1})
 
     def _open(self, federation: Federation, current: Round, state: SecureState, done: Sequence[_Member]) -> Ended:
-        """Return the sums of the cells of which enough are left."""
+        """Open the sums of all cells with enough remaining devices."""
         with self._store.reading() as db:
             keys, trained = (
                 {each.name: each for each in _members(db, federation.id, current.number, kind) if each.status == "done"}
@@ -284,27 +302,31 @@ class SecureRounds:
         known = {name: Keys.model_validate(each.report) for name, each in keys.items()}
         answers = _Answers(known, trained, seeds, pad_secrets)
         cells = [self._open_cell(federation, state, cell, answers) for cell in state.cells]
-        metrics, weights = defaultdict[str, float](float), defaultdict[str, float](float)
+        metrics = defaultdict[str, float](float)
+        weights = defaultdict[str, float](float)
         for each in cells:
-            for name, (summed, counted) in each.told.items():
+            for name, (summed, counted) in each.metrics.items():
                 metrics[name] += summed
                 weights[name] += counted
-        # What rounding adds to nothing is nothing: a metric that no device had has no weight.
+        # A smaller weight is only rounding error: no device had this metric.
         means = {name: metrics[name] / counted for name, counted in weights.items() if counted > 0.5}
         sums = [each.sum for each in cells if each.sum is not None]
         notes |= {
-            **({"metrics": means} if settings_of(federation).masks_metrics else {}),
             "secure_cells": len(sums),
             "secure_cells_without_sum": sum(each.sum is None and each.any_left for each in cells),
             "secure_wrong_shares": sum(each.wrong_shares for each in cells),
         }
+        if settings_of(federation).masks_metrics:
+            notes["metrics"] = means
         return Ended(sums, {key: why for each in cells for key, why in each.lost.items()}, notes)
 
     def _open_cell(self, federation: Federation, state: SecureState, cell: CellState, answers: _Answers) -> _Opened:
-        """Return the sum of a cell, or why its updates are in none."""
-        from sparrow.protocol.secure.opening import CannotOpen, open_sum  # cryptography, an extra
+        """Open the sum of a cell, or give the reason why it stays closed."""
+        # Needs cryptography, an optional dependency.
+        from sparrow.protocol.secure.opening import CannotOpen, open_sum
 
-        settings, trained = settings_of(federation), answers.trained
+        settings = settings_of(federation)
+        trained = answers.trained
         left = [name for name in cell.names if name in state.left]
         gone = [name for name in cell.names if name in state.shared and name not in state.left]
         ids = [trained[name].id for name in left]
@@ -331,28 +353,30 @@ class SecureRounds:
         _warn_of_shares(federation, sorted(state.cohort), bad)
         weight = sum(state.weights[name] for name in left)
         scale = scale_of(settings, cell.names, state.weights)
-        values, told = self._values(federation, opened, mask, scale, weight)
-        return _Opened(CellSum(ids, values, mask, weight), lost, told, wrong_shares=sum(map(len, bad.values())))
+        values, metrics = self._values(federation, opened, mask, scale, weight)
+        return _Opened(CellSum(ids, values, mask, weight), lost, metrics, wrong_shares=sum(map(len, bad.values())))
 
     def _values(
         self, federation: Federation, opened: Words, mask: Mask | None, scale: Scale, weight: float
     ) -> tuple[Array, dict[str, tuple[float, float]]]:
-        """Return the mean update that a cell's sum stands for, and the sums of its metrics with their weights."""
-        manifest, model = self._models.manifest(federation), self._models.model(federation, federation.model_version)
+        """Return a cell's mean update, and its summed metrics with their weights."""
+        manifest = self._models.manifest(federation)
+        model = self._models.model(federation, federation.model_version)
         base = pack(manifest, model.tensors, mask)
         places = statistics(manifest, mask)
         total = scale.sum_of(opened[: len(base)])
         asked = settings_of(federation).masks_metrics
-        total[places], told = read_extras(opened[len(base) :], base[places], scale, metrics=asked)
+        total[places], metrics = read_extras(opened[len(base) :], base[places], scale, metrics=asked)
         values = base + total / weight
-        if settings_of(federation).noise_multiplier is None:  # else what one update adds is known to the last digit
+        # Under noise keep float64: the bound on what one update adds must stay exact.
+        if settings_of(federation).noise_multiplier is None:
             values = values.astype(np.float32)
         squares = statistics(manifest, mask, kind="running_var")
         values[squares] = np.maximum(values[squares], 0)
-        return values, told
+        return values, metrics
 
     def _total(self, federation: Federation, members: Sequence[_Member]) -> tuple[Words, Mask | None]:
-        """Return the sum modulo 2^b of masked updates, extras behind their values, and their mask."""
+        """Return the sum modulo 2^b of masked updates, values then extras, and their mask."""
         total: Words | None = None
         mask: Mask | None = None
         manifest = self._models.manifest(federation)
@@ -374,7 +398,7 @@ class SecureRounds:
 
     @staticmethod
     def _notes(db: Session, federation: Federation, current: Round) -> dict[str, Any]:
-        """Return how many devices each phase asked, and how many answered."""
+        """Return the numbers of devices that each phase asked and lost."""
         notes = dict[str, Any]()
         for phase in PHASES:
             members = _members(db, federation.id, current.number, phase)
@@ -385,7 +409,7 @@ class SecureRounds:
 
 
 def _alike(cells: Sequence[CellState], done: Sequence[_Member]) -> list[_Member]:
-    """Return those who state the scale and model that most of their cell do: with another beside them nobody signs."""
+    """Return the devices whose stated scale and model are those of most of their cell; no device signs a mixture."""
     stated = {member.name: (member.report or {})["secure"]["scale"] for member in done}
     most = {
         name: Counter(stated[other] for other in cell.names if other in stated).most_common(1)[0][0]
@@ -397,7 +421,7 @@ def _alike(cells: Sequence[CellState], done: Sequence[_Member]) -> list[_Member]
 
 
 def _count(db: Session, federation_id: int, number: int, kind: str) -> dict[str, tuple[int, float]]:
-    """Return how many assignments of a phase have each status, and their earliest deadline."""
+    """Return, by status, the number of a phase's assignments and their earliest deadline."""
     rows = db.execute(
         select(Assignment.status, func.count(), func.min(Assignment.deadline_at))
         .where(Assignment.federation_id == federation_id, Assignment.round == number, Assignment.kind == kind)
@@ -409,8 +433,16 @@ def _count(db: Session, federation_id: int, number: int, kind: str) -> dict[str,
 def _members(db: Session, federation_id: int, number: int, kind: str) -> list[_Member]:
     rows = db.execute(
         select(
-            *(Assignment.id, Device.name, Device.id, Assignment.status, Assignment.report, Assignment.update_sha256),
-            *(Assignment.deadline_at, Assignment.ratio, Assignment.most_examples, Device.identity_key),
+            Assignment.id,
+            Device.name,
+            Device.id,
+            Assignment.status,
+            Assignment.report,
+            Assignment.update_sha256,
+            Assignment.deadline_at,
+            Assignment.ratio,
+            Assignment.most_examples,
+            Device.identity_key,
         )
         .join(Device, Device.id == Assignment.device_id)
         .where(Assignment.federation_id == federation_id, Assignment.round == number, Assignment.kind == kind)
@@ -420,7 +452,7 @@ def _members(db: Session, federation_id: int, number: int, kind: str) -> list[_M
 
 
 def _warn_of_shares(federation: Federation, cohort: Sequence[str], bad: Mapping[str, Collection[int]]) -> None:
-    """Log who sent wrong shares of whose secrets. bad: name -> places in the cohort, counted from 1."""
+    """Log wrong shares. bad: owner -> senders' places in the cohort, from 1."""
     for name, points in bad.items():
         keepers = ", ".join(cohort[point - 1] for point in sorted(points))
         log.warning("%s: wrong shares of %s came from %s", federation.name, name, keepers)
@@ -429,9 +461,10 @@ def _warn_of_shares(federation: Federation, cohort: Sequence[str], bad: Mapping[
 def _collected(
     done: Sequence[_Member], names: Sequence[str]
 ) -> tuple[dict[str, dict[int, int]], dict[str, dict[int, int]]]:
-    """Return the shares of self-masks and of pads that have come: whose -> point -> value."""
+    """Return the received shares of self-masks and of pads: owner -> point -> share."""
     point = {name: place for place, name in enumerate(names, start=1)}
-    seeds, pad_secrets = dict[str, dict[int, int]](), dict[str, dict[int, int]]()
+    seeds = dict[str, dict[int, int]]()
+    pad_secrets = dict[str, dict[int, int]]()
     for member in done:
         answer = Unmask.model_validate(member.report)
         for kept, shares in ((seeds, answer.seeds), (pad_secrets, answer.pads)):

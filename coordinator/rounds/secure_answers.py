@@ -1,4 +1,4 @@
-"""What devices are told of a secure round, and the checks of their answers to its phases."""
+"""Work sent to devices in a secure round, and the checks of their answers."""
 
 from __future__ import annotations
 
@@ -24,39 +24,40 @@ ANSWERS: Mapping[str, type[BaseModel]] = {
     Kind.agree.value: Agree,
     Kind.unmask.value: Unmask,
 }
-"""The phases that are answered in JSON, and their answers."""
+"""Phases answered in JSON, with the type of the answer."""
 
 
 def secure_work(db: Session, federation: Federation, assignment: Assignment, name: str) -> SecureWork | None:
-    """Return what a device is told of its round with an assignment; None where its round is not secure."""
+    """Return the secure part of a device's assignment; None if its round is not secure."""
     state = state_for(db, federation, assignment)
     if state is None:
         return None
-    work, number = _outline(federation, assignment, name, state), assignment.round
-    told: dict[str, Any] = {}
+    work = _outline(federation, assignment, name, state)
+    number = assignment.round
+    received: dict[str, Any] = {}
     match assignment.kind:
         case Kind.shares.value:
             wanted = {*work.neighbours, *work.cell} - {name}
             point = {other: place for place, other in enumerate(sorted(state.cohort), start=1)}
-            told["peers"] = tuple(
+            received["peers"] = tuple(
                 Peer(name=other, identity=state.cohort[other], keys=Keys.model_validate(keys), point=point[other])
                 for other, keys in _answers(db, federation, number, Kind.keys, wanted)
             )
-            told["cohort"] = state.cohort
+            received["cohort"] = state.cohort
         case Kind.train.value:
             shared = _answers(db, federation, number, Kind.shares, work.neighbours)
-            told["sealed"] = {other: report["sealed"][name] for other, report in shared if name in report["sealed"]}
+            received["sealed"] = {other: report["sealed"][name] for other, report in shared if name in report["sealed"]}
         case Kind.agree.value:
             trained = _answers(db, federation, number, Kind.train, state.left)
-            told["statements"] = {other: Statement.model_validate(report["secure"]) for other, report in trained}
+            received["statements"] = {other: Statement.model_validate(report["secure"]) for other, report in trained}
         case Kind.unmask.value:
             agreed = _answers(db, federation, number, Kind.agree, state.left)
-            told["signatures"] = {other: report["signature"] for other, report in agreed}
-    return work.model_copy(update=told)
+            received["signatures"] = {other: report["signature"] for other, report in agreed}
+    return work.model_copy(update=received)
 
 
 def _outline(federation: Federation, assignment: Assignment, name: str, state: SecureState) -> SecureWork:
-    """Return what a device is told but for what others have answered."""
+    """Return the secure part of an assignment without the answers of other devices."""
     settings = settings_of(federation)
     work: dict[str, Any] = {"context": state.context, "colluders": settings.secure_colluders}
     if assignment.kind == Kind.keys.value:
@@ -76,7 +77,8 @@ def _outline(federation: Federation, assignment: Assignment, name: str, state: S
     if assignment.kind == Kind.train.value:
         work["left"] = sorted(set(state.shared) & set(cell.names))
     elif assignment.kind != Kind.shares.value:
-        work["left"], work["gone"] = state.left, sorted(set(state.shared) - set(state.left))
+        work["left"] = state.left
+        work["gone"] = sorted(set(state.shared) - set(state.left))
         work["cells"] = [each.names for each in state.cells]
     return SecureWork.model_validate(work)
 
@@ -102,8 +104,9 @@ def _answers(
 def check_answer(
     db: Session, federation: Federation, assignment: Assignment, device: Device, answer: BaseModel
 ) -> None:
-    """Raise BadContent for an answer to a phase that is not this device's, or speaks of others than it was told of."""
-    from sparrow.protocol.secure.device import check_agreement, check_keys, story, whole_of  # cryptography, an extra
+    """Check the signature of an answer and the devices that it names. Raises BadContent."""
+    # Needs cryptography, an optional dependency.
+    from sparrow.protocol.secure.device import check_agreement, check_keys, story, whole_of
     from sparrow.protocol.secure.pads import BadSecret
 
     state = state_for(db, federation, assignment)
@@ -126,8 +129,8 @@ def check_answer(
     elif isinstance(answer, Shares) and answer.sealed.keys() != set(work.neighbours):
         raise BadContent("shares: sealed for others than the neighbours of this device; fetch the assignment again")
     elif isinstance(answer, Unmask):
-        told = {*answer.seeds, *answer.pads}
-        if not told <= set(work.neighbours) or answer.seeds.keys() & answer.pads.keys():
+        named = {*answer.seeds, *answer.pads}
+        if not named <= set(work.neighbours) or answer.seeds.keys() & answer.pads.keys():
             raise BadContent("unmask: tells of others than the neighbours of this device, or both kinds of one")
         if not answer.seeds.keys() <= set(work.left) or not answer.pads.keys() <= set(work.gone):
             raise BadContent("unmask: tells self-masks of devices that have vanished, or pads of those that are left")
@@ -136,8 +139,9 @@ def check_answer(
 def check_statement_of(
     db: Session, federation: Federation, assignment: Assignment, device: Device, stated: Statement | None
 ) -> None:
-    """Raise BadContent unless an update says, signed, what its device was told."""
-    from sparrow.protocol.secure.device import check_statement, present_of, whole_of  # cryptography, an extra
+    """Check an update's signed statement against the work that was sent. Raises BadContent."""
+    # Needs cryptography, an optional dependency.
+    from sparrow.protocol.secure.device import check_statement, present_of, whole_of
     from sparrow.protocol.secure.pads import BadSecret
 
     state = state_for(db, federation, assignment)

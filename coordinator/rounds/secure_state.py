@@ -1,4 +1,4 @@
-"""What a secure round goes by: the record that its phases write and devices' work is made of."""
+"""The recorded state of a secure round."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PHASES = (Kind.keys.value, Kind.shares.value, Kind.train.value, Kind.agree.value
 
 
 class CellState(BaseModel):
-    """Devices whose updates are summed together. key: what their neurons are drawn from, at this active ratio."""
+    """Devices whose updates are summed together. key: seed of their neurons, drawn at this active ratio."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -30,10 +30,10 @@ class CellState(BaseModel):
 
 
 class SecureState(BaseModel):
-    """The state of a secure round, as ``Round.secure`` has it; what a later phase finds is empty before it.
+    """The state of a secure round in ``Round.secure``; results of later phases are empty.
 
-    plan: what training is asked for. cohort: the devices that sent keys, with their identity keys; seed: what their
-    neighbours follow from; weights: what each counts. shared: who shared secrets; left: who sent a masked update.
+    plan: of the training. cohort: the devices that sent keys -> identity key. seed: of the neighbours' draw. weights:
+    of the updates. shared: devices that shared secrets. left: devices that sent a masked update.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -71,5 +71,5 @@ def state_for(db: Session, federation: Federation, assignment: Assignment) -> Se
 
 
 def scale_of(settings: FederationSettings, names: Sequence[str], weights: Mapping[str, int]) -> Scale:
-    """Return what a cell's numbers are scaled by."""
+    """Return the scale of a cell's numbers."""
     return Scale(settings.secure_bits, len(names), settings.secure_range, max(weights[name] for name in names))

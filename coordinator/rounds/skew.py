@@ -1,8 +1,8 @@
-"""The decision to adjust outputs by class frequencies, where it depends on the label skew (``protocol.skew``).
+"""The decision to adjust outputs by class frequencies if the labels are skewed enough (``protocol.skew``).
 
-A federation's first round adjusts nothing, and its devices tell a sketch of their class frequencies, under the masks of
-secure rounds where there are any. From these the coordinator computes the skew once, writes it down in the round's
-record as ``label_skew_permille``, and says what follows in the plan of all later work.
+The first round adjusts nothing. Its devices report a sketch of their class frequencies, under masks in secure rounds.
+The coordinator computes the skew once, notes it in the round's record as ``label_skew_permille``, and puts the decision
+into the plan of all later work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOTE = "label_skew_permille"
 
 
 def adjustment(db: Session, federation: Federation) -> dict[str, bool]:
-    """Return what assignments of a federation say of it; nothing where it does not depend, or is not yet known."""
+    """Return the decision for an assignment's plan; empty if it does not depend on the skew, or is still unknown."""
     settings = settings_of(federation)
     if not _depends(settings) or not federation.round:
         return {}
@@ -36,8 +36,7 @@ def adjustment(db: Session, federation: Federation) -> dict[str, bool]:
 
 
 def note_of(db: Session, federation: Federation, number: int, notes: Mapping[str, Any]) -> dict[str, int]:
-    """Return the note of round ``number``, which closes with ``notes``, for its record; nothing where it is not needed,
-    or too few devices have told of their labels."""
+    """Return the skew for the notes of round ``number``; empty if not needed, or if too few devices reported labels."""
     settings = settings_of(federation)
     if not _depends(settings) or adjustment(db, federation):
         return {}
