@@ -1,29 +1,30 @@
 """An experiment as a short TOML file (``sparrow/bench/experiments/*.toml``): task, methods, settings, rounds and seeds.
 
     title = "FedSPU on CIFAR-10"
-    like = "fedspu-emnist"          all that this file does not name is that experiment's, and what was tuned for it
+    like = "fedspu-emnist"          base experiment: its fields and tuned settings apply unless given here
     task = "cifar10"
-    partition = "dirichlet"         its options are axes, or follow after commas; "default": the task's own partition,
-                                    or each device has its own file
+    partition = "dirichlet"         options are axes or follow after commas; "default": the task's own partition, or
+                                    a file for each device
     devices = 100
-    new = 20                        more devices, which never train: they adapt the finished model, and are judged apart
+    new = 20                        extra devices that never train: they adapt the finished model, evaluated separately
     rounds = 150
     evaluate_every = 25
     seeds = [0, 1, 2]
-    engine = "torch"                what trains every method; else ONNX Runtime what it can, and PyTorch the others
-    as_published = true             other settings are those of ``sparrow publish``; else ``AS_IN_PAPERS``
-    data = { test = "published" }   further options of --data, for every trial; { leave_out = "sketch" }: nobody trains
-                                    on this person or domain, whose samples are what all are tested on
-    upload_caps = [100, 200]        MiB: one more table, the best accuracy so far at these cumulative uploads
-    accuracy_targets = [0.9]        shares: one more table, the cumulative upload until an evaluation finds as much
-    shifts = [0, 0.5, 1]            a trial's last models are evaluated on these test sets too: shares of the
-    corruptions = ["contrast"]      samples from all devices; kinds of corruption, at each of these severities (1 to 5
-    severities = [1, 3, 5]          if not given); recorded with these, as in test_on = ["phone", "watch"]
+    engine = "torch"                engine for all methods; default: ONNX Runtime if possible, else PyTorch
+    as_published = true             defaults of ``sparrow publish`` instead of ``AS_IN_PAPERS``
+    data = { test = "published" }   further options of --data for every trial; { leave_out = "sketch" }: exclude this
+                                    person or domain from training and test on it
+    upload_caps = [100, 200]        MiB; adds a table of the best accuracy within these cumulative uploads
+    accuracy_targets = [0.9]        fractions; adds a table of the cumulative upload until this accuracy
+    shifts = [0, 0.5, 1]            further test sets of the last models: fractions of samples from all devices,
+    corruptions = ["contrast"]      kinds of corruption,
+    severities = [1, 3, 5]          their severities (default 1 to 5),
+    test_on = ["phone", "watch"]    and recording devices
 
-    [settings]                      of every method: fields of FederationSettings
+    [settings]                      fields of FederationSettings, for all methods
     cohort = 10
 
-    [axes]                          options of --data, or devices = [10, 100]; every combination is run
+    [axes]                          options of --data, or devices = [10, 100]; all combinations are run
     alpha = [0.1, 0.5, 1.0]
 
     [[methods]]
@@ -34,7 +35,7 @@
     [[methods]]
     label = "FedProx"
     method = "fedprox"
-    grid = { "method_settings.proximal_weight" = [0.1, 1.0] }      tuned for this method alone
+    grid = { "method_settings.proximal_weight" = [0.1, 1.0] }      tuned only for this method
 
     [[methods]]
     label = "FedAvg+FT"
@@ -45,14 +46,14 @@
     label = "FedAvg"
     method = "fedavg"
     tuned_as = "FedAvg+FT"
-    settings = { finetune_epochs = 0 }      else it took this of FedAvg+FT, too
+    settings = { finetune_epochs = 0 }      overrides the tuned value of FedAvg+FT
 
-    [tune]                          the same trials for every method, evaluated on validation data, over half of a run's
-    grid = { learning_rate = [0.01, 0.03, 0.1] }            rounds if none are given; see ``tuning``. A method that sets
-                                    one of these has that value, untuned
+    [tune]                          trials on validation data, the same for all methods; see ``tuning``
+    grid = { learning_rate = [0.01, 0.03, 0.1] }            a method that sets one of these is not tuned for it
+    rounds = 75                     default: half of the method's rounds
 
-``method_settings`` is a table inside ``settings``. Its entries are merged one by one, and may have dotted names, as in
-a grid. A *trial* is one federation: a method on one point of the axes with one seed.
+The table ``method_settings`` is merged entry by entry; its entries may have dotted names, as in a grid. A *trial* is
+one federation: a method on one point of the axes with one seed.
 """
 
 from __future__ import annotations
@@ -93,15 +94,14 @@ AS_IN_PAPERS: dict[str, Any] = {
     "early_stopping": "off",
     "personal_model": "last",
 }
-"""Settings of an experiment unless its file says otherwise: every device trains to the last round, and its last
-model is judged beside the global one."""
+"""Default settings of an experiment: devices train to the last round, and their last model is evaluated."""
 
 Value = bool | int | float | str
 Options = dict[str, Value]
 """Options of ``--data`` by name."""
 
 DEFAULT = "default"
-"""The partition of data that the task deals by itself, or that are not dealt: each device has a file of its own."""
+"""The partition of a task that divides its own data, or that has a file for each device."""
 
 
 class _Part(BaseModel):
@@ -109,7 +109,7 @@ class _Part(BaseModel):
 
 
 class MethodRun(_Part):
-    """One method of an experiment: one line of its tables."""
+    """One method of an experiment, and one row of its tables."""
 
     label: str = Field(min_length=1, max_length=64)
     method: str
@@ -125,7 +125,7 @@ class MethodRun(_Part):
 
 
 class Tuning(_Part):
-    """Trials that choose settings: every combination of ``grid`` for every method, and of the method's own grid."""
+    """Trials that choose settings: for each method, all combinations of ``grid`` and its own grid."""
 
     grid: dict[str, tuple[Value, ...]] = Field(min_length=1)
     rounds: int | None = Field(default=None, ge=1, description="None: half of the method's run, which is the least")
@@ -185,7 +185,7 @@ class Experiment(_Part):
         return self
 
     def _check_shifts(self) -> None:
-        """Refuse impossible test sets before hours of training."""
+        """Reject impossible test sets before training begins."""
         for name in ("shifts", "corruptions", "severities", "test_on"):
             if len(set(getattr(self, name))) < len(getattr(self, name)):
                 raise ValueError(f"{name}: a test set is named twice; name each once")
@@ -201,7 +201,7 @@ class Experiment(_Part):
 
     @property
     def test_sets(self) -> tuple[Options, ...]:
-        """Return the further test sets of a trial's last models, as options of ``--data``."""
+        """Return the further test sets of the last models, as options of ``--data``."""
         severities = self.severities or tuple(range(1, SEVERITIES + 1))
         shifted: list[Options] = [{"shift": share} for share in self.shifts]
         corrupted: list[Options] = [
@@ -212,18 +212,18 @@ class Experiment(_Part):
         return (*shifted, *corrupted, *elsewhere)
 
     def grid_of(self, run: MethodRun) -> dict[str, tuple[Value, ...]]:
-        """Return the grid of a method, without what its settings fix; empty if the experiment has no ``[tune]``."""
+        """Return the grid of a method without its fixed settings; empty without ``[tune]``."""
         fixed = flat(run.settings)
         common = {} if self.tune is None else self.tune.grid
         return {**{key: values for key, values in common.items() if key not in fixed}, **run.grid}
 
     @property
     def tuned(self) -> tuple[MethodRun, ...]:
-        """Return the methods that are tuned by themselves."""
+        """Return the methods that have their own tuning, not that of another label."""
         return tuple(run for run in self.methods if run.tuned_as is None and self.grid_of(run))
 
     def rounds_of(self, run: MethodRun) -> int:
-        """Return how many rounds a method is run for."""
+        """Return the number of rounds of a method."""
         return int(run.settings.get("rounds", self.settings.get("rounds", self.rounds)))
 
     def half(self, run: MethodRun) -> int:
@@ -231,21 +231,19 @@ class Experiment(_Part):
         return math.ceil(self.rounds_of(run) / 2)
 
     def tuning_rounds(self, run: MethodRun, scale: float = 1.0) -> int:
-        """Return how many rounds a method is tuned for."""
+        """Return the number of rounds of a method's tuning runs."""
         asked = self.tune.rounds if self.tune else None
         return max(1, round((asked or self.half(run)) * scale))
 
     @property
     def tests_on_published(self) -> bool:
-        """Return True if the devices' test samples together are the published test set, so that weighted means
-        refer to it.
-        """
+        """Return whether the devices' test samples together are the published test set."""
         leaves_out = "leave_out" in {**self.data, **self.axes}
         return self.data.get("test", "published" if leaves_out else "own") == "published"
 
 
 class Trial(_Part):
-    """One federation of an experiment, complete: its name follows from its content."""
+    """One federation of an experiment, with all its settings."""
 
     experiment: str
     label: str
@@ -266,7 +264,7 @@ class Trial(_Part):
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out these fields if they are empty, so that older rows keep their names."""
+        """Omit newer fields with default values, so that older rows keep their names."""
         fields: dict[str, Any] = dump(self)
         for name in ("test_sets", "judged_as"):
             if not fields.get(name):
@@ -277,12 +275,12 @@ class Trial(_Part):
 
     @property
     def training(self) -> Trial:
-        """Return the same value for all trials that only evaluate one training differently."""
+        """Return a value that is equal for trials with the same training and different evaluations."""
         return self.model_copy(update={"label": "", "judged_as": None})
 
     @property
     def asked(self) -> Trial:
-        """Return the trial as it was asked for: rows of ``auto`` name the method that it has chosen."""
+        """Return the trial as requested: the rows of ``auto`` name the method that it chose."""
         return self.model_copy(update={"method": self.settings.get("method", self.method)})
 
     @property
@@ -293,18 +291,18 @@ class Trial(_Part):
 
     @property
     def data_text(self) -> str:
-        """Return the distribution of the data as text for ``--data``; the path goes before it."""
+        """Return the options of ``--data`` that follow its path."""
         options = [f"{key}={value}" for key, value in {**self.axes, **self.data}.items() if key != "devices"]
         dealt = self.partition != DEFAULT
         return ",".join([*[f"partition={self.partition}"] * dealt, *options, *[f"seed={self.seed}"] * dealt])
 
     def tested_on(self, options: Options) -> str:
-        """Return ``data_text`` with another test set; the training data stay the same."""
+        """Return ``data_text`` with another test set and the same training data."""
         return self.model_copy(update={"data": {**self.data, **options}}).data_text
 
 
 def flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with those of a table one by one, by dotted names: {"a": {"b": 1}} becomes {"a.b": 1}."""
+    """Flatten tables into dotted names: {"a": {"b": 1}} becomes {"a.b": 1}."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         found |= {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
@@ -312,7 +310,7 @@ def flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(*parts: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as ``FederationSettings`` has them, from parts with or without dotted names; later ones win."""
+    """Merge settings, with or without dotted names, into nested tables; later parts win."""
     settings: dict[str, Any] = {}
     for key, value in {name: value for part in parts for name, value in flat(part).items()}.items():
         table, dot, name = key.partition(".")
@@ -324,19 +322,19 @@ def merged(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 class UnknownExperiment(SdkError):
-    """There is no experiment of this name."""
+    """No experiment has this name."""
 
     exit_code = Exit.NOT_FOUND
 
 
 class BadExperiment(SdkError):
-    """The experiment's file cannot be used; the text says why."""
+    """The experiment's file is invalid; the message gives the reason."""
 
     exit_code = Exit.USAGE
 
 
 def load_experiment(name: str) -> Experiment:
-    """Return the experiment ``name`` that is built in, or the one of the file at that path.
+    """Return the built-in experiment ``name``, or the experiment in the file at that path.
 
     Raises UnknownExperiment, BadExperiment.
     """
@@ -345,8 +343,9 @@ def load_experiment(name: str) -> Experiment:
         experiment = Experiment.model_validate(_with_like(tomllib.loads(path.read_text())))
         if experiment.boards:
             load_boards(",".join(experiment.boards))
+        # Each trial checks its settings: fail now and not after hours of training.
         for _ in trials(experiment, name, {}):
-            pass  # each checks its settings, now rather than after hours
+            pass
         if experiment.tune is not None:
             for _ in tuning_trials(experiment, name):
                 pass
@@ -355,13 +354,14 @@ def load_experiment(name: str) -> Experiment:
         raise UnknownExperiment(
             f"there is no experiment {name!r}{nearest(name, known)}; there are {', '.join(known)}, or give a .toml file"
         ) from None
-    except (OSError, ValueError, SdkError) as error:  # TOML's and pydantic's are ValueErrors
+    # The errors of TOML and pydantic are ValueErrors.
+    except (OSError, ValueError, SdkError) as error:
         raise BadExperiment(f"{path}: {error}") from None
     return experiment
 
 
 def _with_like(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return an experiment's fields with those of the committed one that it is like."""
+    """Return an experiment's fields, completed from the experiment named by ``like``."""
     if "like" not in fields:
         return fields
     path = FOLDER / f"{fields['like']}.toml"
@@ -374,9 +374,9 @@ def _with_like(fields: dict[str, Any]) -> dict[str, Any]:
 def trials(
     experiment: Experiment, name: str, tuned: dict[str, dict[str, Value]], scale: float = 1.0
 ) -> Iterator[Trial]:
-    """Return every trial, seed by seed, so that an interrupted run has complete comparisons.
+    """Return all trials, seed by seed, so that an interrupted run has complete comparisons.
 
-    tuned: label -> settings chosen for it. scale: factor on the number of rounds, for a quick look.
+    tuned: label -> chosen settings. scale: factor on the number of rounds, for a quick look.
     """
     rounds = max(1, round(experiment.rounds * scale))
     every = max(1, round(experiment.evaluate_every * scale)) if experiment.evaluate_every else 0
@@ -392,7 +392,7 @@ def trials(
 def tuning_trials(
     experiment: Experiment, name: str, scale: float = 1.0
 ) -> Iterator[tuple[str, dict[str, Value], Trial]]:
-    """Return (label, settings, trial) for every separately tuned method and every point of the grid."""
+    """Return (label, settings, trial) for each tuned method, point of its grid, and seed."""
     assert experiment.tune is not None, "only what has [tune] is tuned"
     for run in experiment.tuned:
         for point in grid_points(experiment.grid_of(run)):
@@ -403,7 +403,7 @@ def tuning_trials(
 def tuning_trial(
     experiment: Experiment, name: str, run: MethodRun, point: dict[str, Value], seed: int, scale: float = 1.0
 ) -> Trial:
-    """Return the trial of a method at a point of the grid, judged at its end alone."""
+    """Return the trial of a method at a point of the grid, evaluated only at its end."""
     assert experiment.tune is not None, "only what has [tune] is tuned"
     last = {"rounds": experiment.tuning_rounds(run, scale), "evaluation_interval": 0}
     settings = merged(experiment.settings, run.settings, point, last)
@@ -414,10 +414,11 @@ def _trial(
     experiment: Experiment, name: str, run: MethodRun, axes: dict[str, Value], seed: int, settings: dict[str, Any]
 ) -> Trial:
     devices = int(axes.get("devices", experiment.devices))
-    # Means are over all devices, the global model's too.
+    # All means are over all devices, so all must be enrolled and evaluate the global model.
     always = {"min_devices": devices, "global_evaluation_devices": devices + experiment.new}
     complete = {**always, "deadline_seconds": 86400.0, **settings}
-    if not experiment.as_published:  # a method is judged by both models at every evaluation, by everybody
+    if not experiment.as_published:
+        # Every evaluation is of both models.
         every = complete.get("evaluation_interval", FederationSettings().evaluation_interval)
         complete = {**AS_IN_PAPERS, "global_evaluation_interval": every, **complete}
     complete |= {"method": run.method, "seed": seed}
@@ -442,5 +443,5 @@ def _trial(
 
 
 def grid_points(axes: dict[str, tuple[Value, ...]]) -> list[dict[str, Value]]:
-    """Return every combination of the values of some settings or axes, in order."""
+    """Return all combinations of the values, in order."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]

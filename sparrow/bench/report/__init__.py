@@ -1,5 +1,5 @@
 """Tables and pictures of an experiment from its recorded trials.
 
-Every figure is the mean over seeds of one figure per trial. Nothing is chosen among rounds, except the best accuracy so
-far at given uploads.
+Each figure is a mean over seeds of one figure per trial. No round is selected, except for the best accuracy within
+given uploads.
 """

@@ -29,7 +29,7 @@ Column = tuple[str, Callable[[Sequence[Recorded]], str]]
 
 
 def three_digits(value: float | None, unit: float = 1.0) -> str:
-    """Return three significant digits; from a thousand on whole numbers: 12,345, 123, 1.23, 0.00123."""
+    """Format with three significant digits, or as an integer from 1,000: 12,345, 123, 1.23, 0.00123."""
     if value is None:
         return ABSENT
     scaled = value / unit
@@ -37,32 +37,32 @@ def three_digits(value: float | None, unit: float = 1.0) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share in per cent with one decimal."""
+    """Format a fraction as per cent with one decimal."""
     return ABSENT if share is None else f"{100 * share:.1f}"
 
 
 def mean_cell(figure: Callable[[Recorded], float | None], unit: float = 1.0) -> Callable[[Sequence[Recorded]], str]:
-    """Return a cell with the mean over trials of a figure, in this unit."""
+    """Return a cell with a figure's mean over trials, divided by ``unit``."""
     return lambda done: three_digits(known_mean(map(figure, done)), unit)
 
 
 def percent_cell(figure: Callable[[Recorded], float | None]) -> Callable[[Sequence[Recorded]], str]:
-    """Return a cell with the mean over trials of a share, in per cent."""
+    """Return a cell with a fraction's mean over trials, in per cent."""
     return lambda done: percent(known_mean(map(figure, done)))
 
 
 def known_figure(figure: Callable[[Accuracy], float], accuracy: Accuracy | None) -> float | None:
-    """Return the figure of an accuracy, or None without one."""
+    """Return the figure of an accuracy; None if the accuracy is None."""
     return None if accuracy is None else figure(accuracy)
 
 
 def accuracy_cell(figure: Callable[[Accuracy], float]) -> Callable[[Sequence[Recorded]], str]:
-    """Return a cell with the mean over trials of a figure of their accuracy."""
+    """Return a cell with the mean over trials of a figure of the participants' accuracy, in per cent."""
     return percent_cell(lambda trial: known_figure(figure, accuracy_among(participants(trial))))
 
 
 def headline(done: Sequence[Recorded], budget: float | None = None) -> str:
-    """Return the mean over seeds, with ± standard deviation over seeds if there are two. budget: of its devices."""
+    """Format the mean over seeds, with ± standard deviation from two seeds. budget: only devices with this budget."""
     counted = ([each for each in participants(trial) if budget in (None, each.budget)] for trial in done)
     means = [each.mean for each in map(accuracy_among, counted) if each]
     spread = f" ± {100 * stdev(means):.1f}" if len(means) > 1 else ""
@@ -70,7 +70,7 @@ def headline(done: Sequence[Recorded], budget: float | None = None) -> str:
 
 
 def nonzero_cell(figure: Callable[[Recorded], float]) -> Callable[[Sequence[Recorded]], str]:
-    """Return a cell of a figure whose zero means that it is unknown, such as joules."""
+    """Return a cell of a figure whose zero means unknown, such as joules."""
     return mean_cell(lambda trial: figure(trial) or None)
 
 
@@ -106,7 +106,8 @@ def _with_fine_tuning(done: Sequence[Recorded]) -> str:
 def _mean_and_range(flops: Sequence[int]) -> str:
     if not flops:
         return "not counted"
-    low, high = min(flops), max(flops)
+    low = min(flops)
+    high = max(flops)
     spread = f" ({three_digits(low, 1e6)} to {three_digits(high, 1e6)})" if low < high else ""
     return three_digits(fmean(flops), 1e6) + spread
 
@@ -160,22 +161,22 @@ def markdown_lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
 
 
 def label_table(by_label: dict[str, tuple[Recorded, ...]], columns: Sequence[Column]) -> list[str]:
-    """Return a table with a row per label."""
+    """Return a Markdown table with a row per label."""
     rows = [[label, *(figure(done) if done else ABSENT for _, figure in columns)] for label, done in by_label.items()]
     return markdown_lines(["", *(name for name, _ in columns)], rows)
 
 
 def plain_interval(mean: float, interval: tuple[float, float]) -> str:
-    """Return a signed mean with its interval."""
+    """Format a signed mean with its interval."""
     return f"{mean:+.1f} ({interval[0]:+.1f} to {interval[1]:+.1f})"
 
 
 def bold_interval(mean: float, interval: tuple[float, float]) -> str:
-    """Return the same with a bold mean."""
+    """Format a signed mean, in bold, with its interval."""
     number, _, rest = plain_interval(mean, interval).partition(" ")
     return f"**{number}** {rest}"
 
 
 def for_each_group(found: Sequence[Group], table: Callable[[Group], list[str]]) -> list[str]:
-    """Return the table of each group under its title."""
+    """Return the tables of all groups, each under its title."""
     return [line for group in found for line in ([f"### {group.title}", ""] if group.title else []) + table(group)]

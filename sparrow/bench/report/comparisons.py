@@ -1,7 +1,6 @@
-"""Two labels compared device by device, and the savings of early stopping.
+"""Paired comparison of two labels, device by device.
 
-Two labels are compared at the same point of the axes and with the same seed; devices of the same name then have the
-same data.
+At the same point of the axes and with the same seed, devices of the same name have the same data.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Paired:
-    """Accuracy of one label minus that of another, device by device, in points.
+    """Accuracy of one label minus another's, paired by device, in percentage points.
 
-    ``mean``: over devices, then over seeds. ``interval``: 95 %; Student's over the means of the seeds, which are the
-    independent units: a device of another seed has other data, and devices of one seed share a model. Resampling some
-    three seeds gives ten different means at most, and too narrow an interval. With one seed: the percentiles over its
-    resampled devices. Shares of pairs: of the first label's view.
+    mean: over devices, then over seeds. interval: 95 %, Student's over the seeds' means, because devices of one seed
+    share a model; resampling three seeds would give too narrow an interval. With one seed: bootstrap over devices.
+    better, equal, worse: fractions of the pairs.
     """
 
     seeds: int
@@ -43,10 +41,10 @@ class Paired:
 def differences(
     first: Sequence[Recorded], other: Sequence[Recorded], budget: float | None = None
 ) -> dict[int, dict[str, float]]:
-    """Return seed -> device -> accuracy of ``first`` minus that of ``other`` in points, for devices with both.
+    """Return seed -> device -> accuracy of ``first`` minus ``other``, in points, for devices with both.
 
-    budget: of those devices alone that have it in ``first``; in ``other`` they may have another. Raises SystemExit
-    where devices of the same name hold different data: then the rows are of different experiments.
+    budget: only devices with this budget in ``first``. Raises SystemExit if devices of the same name hold different
+    data: then the rows are of different experiments.
     """
     others = {each.trial.seed: {device.device: device for device in participants(each)} for each in other}
     found: dict[int, dict[str, float]] = {}
@@ -67,8 +65,7 @@ def differences(
 
 
 def paired(first: Sequence[Recorded], other: Sequence[Recorded], budget: float | None = None) -> Paired | None:
-    """Return the comparison of ``first`` with ``other``, over all devices or those of a budget in ``first``; None if
-    they have no seed in common."""
+    """Compare ``first`` with ``other``; None if they have no seed in common. budget: as in ``differences``."""
     by_seed = differences(first, other, budget)
     if not by_seed:
         return None
@@ -101,7 +98,7 @@ def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 @lru_cache(maxsize=2)
 def _resamples(devices: int) -> NDArray[np.int64]:
-    """Return how often each device is in a resample, [RESAMPLES, devices]."""
+    """Return the count of each device in each resample, [RESAMPLES, devices]."""
     return np.random.default_rng(0).multinomial(devices, np.full(devices, 1 / devices), size=RESAMPLES)
 
 

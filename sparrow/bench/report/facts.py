@@ -34,7 +34,7 @@ def _tuned(experiment: Experiment, run: MethodRun, done: Sequence[Recorded]) -> 
 
 
 def _engines(recorded: Sequence[Recorded]) -> str:
-    """Return what trained, each with the labels that it trained if there are several."""
+    """Describe the engines, with their labels if there are several."""
     labels: dict[str, list[str]] = {}
     for each in recorded:
         named = labels.setdefault(TITLES[each.result.engine], [])
@@ -45,7 +45,7 @@ def _engines(recorded: Sequence[Recorded]) -> str:
 
 
 def _computed_by(recorded: Sequence[Recorded]) -> str:
-    """Return the commits, packages and processors of the trials, each with how many have it if there are several."""
+    """Describe the commits, packages and processors, with the numbers of trials if there are several."""
     counted = Counter(_described(each.result.provenance) for each in recorded)
     if len(counted) < 2:
         return "".join(counted)
@@ -117,13 +117,16 @@ def _tuning(experiment: Experiment) -> str:
 
 
 def tuning_lines(experiment: Experiment, record: Mapping[str, Any]) -> list[str]:
-    """Return the table of what was chosen by tuning, and from what. record: as ``tune`` writes it; may be empty."""
-    chosen, scores = record.get("tuned", {}), record.get("validation_accuracy", {})
+    """Return the table of chosen settings. record: as ``tune`` writes it; may be empty."""
+    chosen = record.get("tuned", {})
+    scores = record.get("validation_accuracy", {})
     rows = []
     for run in experiment.tuned:
         if run.label in chosen:
-            points, best = scores[run.label], chosen[run.label]
-            rounds, half = record.get("rounds", {}).get(run.label, experiment.tuning_rounds(run)), experiment.half(run)
+            points = scores[run.label]
+            best = chosen[run.label]
+            rounds = record.get("rounds", {}).get(run.label, experiment.tuning_rounds(run))
+            half = experiment.half(run)
             idle = sum(score is None for score in points.values())
             edges = open_edges(map(json.loads, points), best)
             rows.append(

@@ -78,10 +78,9 @@ def device_rounds(trial: Recorded) -> int:
 
 
 def judged_flops(trial: Recorded) -> list[int]:
-    """Return the FLOPs of one sample through the judged model of each device that trained, where they are known.
+    """Return the known FLOPs per sample of the evaluated models, for devices that trained.
 
-    Rows from before they were reported know them of methods that keep a device a narrow network of its own, from its
-    budget.
+    Older rows have no such numbers; for methods with narrow personal networks they follow from the budget.
     """
     if any(device.inference_flops is not None for device in participants(trial)):
         return [each.inference_flops for each in participants(trial) if each.inference_flops is not None]
@@ -92,7 +91,8 @@ def judged_flops(trial: Recorded) -> list[int]:
 @cache
 def _narrow_flops(method: str, task: str) -> Callable[[float], int] | None:
     try:
-        rounds, personal = load_method(method), load_coordinator_method(method).personal_models
+        rounds = load_method(method)
+        personal = load_coordinator_method(method).personal_models
     except SdkError:
         return None
     if not rounds.narrow or not personal or task not in builtin_tasks():
@@ -102,16 +102,15 @@ def _narrow_flops(method: str, task: str) -> Callable[[float], int] | None:
 
 
 def finetune_flops(trial: Recorded) -> int | None:
-    """Return the FLOPs of the fine-tuned copies that were judged at the end; None if they were not counted."""
+    """Return the FLOPs of fine-tuning for the last evaluation; None if not counted."""
     counted = end_of(trial).finetune_flops
     return 0 if counted is None and not trial.trial.settings.get("finetune_epochs") else counted
 
 
 def counting(experiment: Experiment) -> Callable[[Accuracy], float]:
-    """Return the mean over devices that represents a round: by test samples for the published set, otherwise
-    unweighted.
+    """Return the mean over devices for curves: weighted by test samples for the published test set, else unweighted.
 
-    With slices of the published test set the weighted mean of a global model is its accuracy on the whole set.
+    On the published set, a global model's weighted mean is its accuracy on the whole set.
     """
     return (lambda each: each.weighted) if experiment.tests_on_published else (lambda each: each.mean)
 
@@ -143,7 +142,7 @@ def axes_title(axes: dict[str, Value]) -> str:
 
 
 def share_counted(trial: Recorded, count: str) -> float | None:
-    """Return the counted share of the model's values in device-rounds; None if the method does not count it."""
+    """Return the fraction of values with this count, over device-rounds; None if the method does not count it."""
     notes = end_of(trial).notes
     return notes[count] / notes["values"] if notes.get("values") and count in notes else None
 
@@ -151,22 +150,20 @@ def share_counted(trial: Recorded, count: str) -> float | None:
 def over_seeds(
     done: Sequence[Recorded], test_set: Options, figure: Callable[[Shifted], Accuracy | None]
 ) -> list[Accuracy]:
-    """Return the accuracies of the trials on a test set; none unless all have one, because means over fewer do not
-    compare.
-    """
+    """Return the accuracies on a test set; empty if any trial lacks one, because means must be over the same seeds."""
     judged = [shift_of(test_set, trial) for trial in done]
     known = [accuracy for accuracy in (figure(each) for each in judged if each) if accuracy]
     return known if len(known) == len(done) else []
 
 
 def analysed(trial: Recorded, kind: str, at: int = -1) -> dict[str, Any] | None:
-    """Return the numbers of a kind of analysis after the last evaluated round, or the ``at``-th; None without them."""
+    """Return the numbers of the ``at``-th analysis of this kind, by default the last; None without any."""
     found = [each.numbers for each in trial.analyses if each.kind == kind]
     return found[at] if found else None
 
 
 def number_in(numbers: dict[str, Any] | None, what: str) -> float | None:
-    """Return one number by its dotted name, as in ``jaccard.mean``; None if it is not there."""
+    """Return one number by its dotted name, such as ``jaccard.mean``; None if missing."""
     value: Any = numbers
     for name in what.split("."):
         value = value.get(name) if isinstance(value, dict) else None

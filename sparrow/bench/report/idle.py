@@ -1,4 +1,4 @@
-"""Trials in which a method's mechanism did nothing: they are marked *mechanism idle*."""
+"""Detection of trials whose method had no effect: they are marked *mechanism idle*."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .figures import end_of
 IDLE = "mechanism idle"
 HARDLY = "mechanism hardly acted"
 LEAST_SHARE = 0.01
-"""Of what a mechanism may touch: below this its figures are as good as those of the method without it."""
+"""Smallest fraction of its possible actions for which a mechanism is not reported as hardly active."""
 
 
 def acts_of(method: str) -> tuple[str, ...]:
-    """Return the counts that prove that a method acted; none of a method that is not installed."""
+    """Return the names of counts that prove a method's effect; empty if it is not installed."""
     found = _installed(method)
     return found.acts if found else ()
 
@@ -31,10 +31,9 @@ def _installed(method: str) -> DeviceMethod | None:
 
 
 def idle_in(trial: Recorded, among: Sequence[Recorded]) -> tuple[str, ...] | None:
-    """Return the counts of a trial that should have proved that its mechanism acted, and are zero; None if unknown.
+    """Return the names of a trial's counts that should be positive and are zero; None if unknown.
 
-    Rows from before such counts have what was counted then, without zeros: there a count is zero if it is missing, and
-    another such trial of the same method among these rows has it.
+    Older rows omit zeros: a missing count is zero if another older row of the same method has it.
     """
     if trial.result.idle is not None:
         return trial.result.idle
@@ -47,9 +46,9 @@ def idle_in(trial: Recorded, among: Sequence[Recorded]) -> tuple[str, ...] | Non
 
 
 def shares_in(trial: Recorded) -> dict[str, float]:
-    """Return the shares that a trial's mechanism changed of all that it could, by "COUNT of COUNT"; none if the rows
-    have no such counts."""
-    counted, method = end_of(trial).counted, _installed(trial.trial.method)
+    """Return the fractions of possible actions that a trial's mechanism took, by "COUNT of COUNT"."""
+    counted = end_of(trial).counted
+    method = _installed(trial.trial.method)
     return {
         f"{name} of {whole}": counted.get(name, 0) / counted[whole]
         for name, whole in (method.act_on if method else {}).items()
@@ -58,7 +57,7 @@ def shares_in(trial: Recorded) -> dict[str, float]:
 
 
 def mean_shares(done: Sequence[Recorded]) -> dict[str, float]:
-    """Return the means of ``shares_in`` over the trials that have them."""
+    """Return the means of ``shares_in`` over trials."""
     found: dict[str, list[float]] = {}
     for trial in done:
         for name, share in shares_in(trial).items():
@@ -67,12 +66,12 @@ def mean_shares(done: Sequence[Recorded]) -> dict[str, float]:
 
 
 def listed(shares: Mapping[str, float]) -> str:
-    """Return shares in words: 0.5 % of COUNT, ...."""
+    """Format shares: 0.5 % COUNT of COUNT, and so on."""
     return ", ".join(f"{100 * share:.2g} % {name}" for name, share in shares.items())
 
 
 def idle_lines(recorded: Sequence[Recorded]) -> list[str]:
-    """Return a warning for each label with an idle trial, or whose mechanism hardly acted, for the head of a page."""
+    """Return the page's warnings about labels whose mechanism was idle or hardly active."""
     names: dict[str, set[str]] = {}
     trials: dict[str, int] = {}
     for trial in recorded:

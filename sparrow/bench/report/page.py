@@ -1,6 +1,6 @@
-"""The page of an experiment in Markdown: the tables of every experiment, and its pictures.
+"""The Markdown page of an experiment: tables and pictures.
 
-A caller may add tables and pictures, as ``python -m benchmarks report`` in a clone does for the papers' figures.
+Callers may add more of both, as ``python -m benchmarks report`` does for the papers' figures.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .idle import idle_lines
 from .pictures import draw
 
 More = Callable[[Experiment, Sequence[Group]], list[str]]
-"""Makes further tables of an experiment, as lines."""
+"""A function that returns the lines of further tables."""
 Draw = Callable[[Experiment, Sequence[Group], Path, str], list[tuple[str, Path]]]
-"""Draws pictures of an experiment into a folder under a name; returns (caption, file) of each."""
+"""A function that draws pictures into a folder, with a prefix for file names, and returns (caption, file) of each."""
 
 
 def no_more(experiment: Experiment, found: Sequence[Group]) -> list[str]:
@@ -41,7 +41,7 @@ def no_more(experiment: Experiment, found: Sequence[Group]) -> list[str]:
 
 
 def _sections(experiment: Experiment, found: Sequence[Group], more: More) -> list[str]:
-    """Return every table, by kind and then by point of the axes."""
+    """Return all tables, by kind and then by point of the axes."""
     return [
         *accuracy_sections(experiment, found),
         *comparison_sections(experiment, found),
@@ -89,7 +89,7 @@ def comparison_sections(experiment: Experiment, found: Sequence[Group]) -> list[
 
 
 def budget_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
-    """Return the tables of the first label against the others by the budgets of its devices."""
+    """Return the tables of the first label against the others, by device budget."""
     first, *others = experiment.methods
     if not others or len(set(first.budgets)) < 2:
         return []
@@ -141,7 +141,7 @@ def _test_data(experiment: Experiment) -> str:
 
 
 def _stopping(group: Group) -> Group:
-    """Return the labels of a group with early stopping."""
+    """Return the group with only the labels that stop early."""
     on = {label: done for label, done in group.trials.items() if any(stops_early(trial.trial) for trial in done)}
     return Group(group.title, on)
 
@@ -202,7 +202,7 @@ def report_text(
     tuning: Mapping[str, Any] | None = None,
     more: More = no_more,
 ) -> str:
-    """Return the page in Markdown. pictures: (caption, file). tuning: the record that ``tune`` has written.
+    """Return the page in Markdown. pictures: (caption, file). tuning: the record that ``tune`` writes.
 
     Raises SystemExit if nothing is recorded.
     """
@@ -232,11 +232,12 @@ def write_report(
     more: More = no_more,
     pictures: Draw = draw,
 ) -> list[Path]:
-    """Write the page and its pictures into ``folder``, named after the recorded experiment; return the files.
+    """Write the page and its pictures, named after the recorded experiment; return the files.
 
-    tuning, more: as in ``report_text``. Raises SystemExit where nothing is recorded.
+    tuning, more: as in ``report_text``. Raises SystemExit if no trial is recorded.
     """
-    report_text(experiment, recorded, command=command)  # complain before anything is written
+    # Raise before any file is written.
+    report_text(experiment, recorded, command=command)
     name = recorded[0].trial.experiment
     folder.mkdir(parents=True, exist_ok=True)
     drawn = pictures(experiment, groups(experiment, recorded), folder, name)

@@ -18,13 +18,13 @@ BAND = "mean over seeds, the band from the worst to the best seed"
 
 
 KINDS = ("accuracy", "curves")
-"""The kinds of pictures, by the endings of their files' names."""
+"""Kinds of pictures; each is a suffix of the file name."""
 
 
 def draw(
     experiment: Experiment, found: Sequence[Group], folder: Path, name: str, kinds: Collection[str] = KINDS
 ) -> list[tuple[str, Path]]:
-    """Draw every picture of these kinds with content; return (caption, file) of each."""
+    """Draw the pictures of these kinds that have data; return (caption, file) of each."""
     labels = list(found[0].trials)
     colour = plots.colours(labels)
     pictures = []
@@ -40,7 +40,8 @@ def draw(
         plots.dots(seen, intervals, colour, path, x="accuracy, %")
         between = ", the line their mean and its 95 % interval over seeds" if len(experiment.seeds) > 1 else ""
         pictures.append((f"Mean accuracy over devices: a dot for each seed{between}", path))
-    figure, caps = counting(experiment), experiment.upload_caps
+    figure = counting(experiment)
+    caps = experiment.upload_caps
     judged = "accuracy on the test set, %" if experiment.tests_on_published else MEAN_ACCURACY
     by_round = panels_of(found, lambda group, label: curve(group.trials[label], lambda point: point.round, figure))
     if path := wanted("curves", by_round):
@@ -54,7 +55,7 @@ def draw(
 def _by_cost(
     found: Sequence[Group], figure: Callable[[Accuracy], float], judged: str, caps: Sequence[float]
 ) -> list[tuple[dict[str, dict[str, plots.Curve]], str, str, Sequence[float]]]:
-    """Return the rows of panels of accuracy over each cost that is known, as ``plots.rows_of_curves`` draws them."""
+    """Return rows of panels for ``plots.rows_of_curves``: accuracy over each known cost."""
     costs: list[tuple[str, Callable[[Point], float], Sequence[float]]] = [
         (
             f"uploaded by all devices, {'MiB' if caps else 'MB'}",
@@ -75,7 +76,7 @@ def _by_cost(
 def _curve_of(
     cost: Callable[[Point], float], figure: Callable[[Accuracy], float], *, best: bool
 ) -> Callable[[Group, str], plots.Curve | None]:
-    """Return what draws the curve of a label over a cost; nothing unless all its trials have that cost."""
+    """Return a function that gives a label's curve over a cost, or None if a trial lacks that cost."""
 
     def draw_curve(group: Group, label: str) -> plots.Curve | None:
         done = group.trials[label]
@@ -88,7 +89,7 @@ def _curve_of(
 def panels_of(
     found: Sequence[Group], shape: Callable[[Group, str], plots.Shape | None]
 ) -> dict[str, dict[str, plots.Shape]]:
-    """Return the shapes of labels by the title of their group, without those that have none."""
+    """Return group title -> label -> shape, without empty shapes."""
     panels = {}
     for group in found:
         shapes = {label: shape(group, label) for label in group.trials}
@@ -103,16 +104,16 @@ def curve(
     *,
     best: bool = False,
 ) -> plots.Curve | None:
-    """Return the mean over trials of ``x`` and of accuracy in per cent, after each round that any of them evaluated.
+    """Return the means over trials of ``x`` and accuracy, in per cent, after each evaluated round.
 
-    ``best``: each trial's best accuracy so far instead. A trial that has ended stays where it ended: neither its models
-    nor its costs change any more. Rounds before the first evaluation of every trial are left out. None where nothing
-    was judged.
+    best: use each trial's best accuracy so far. A trial that has ended keeps its last values. The curve begins when all
+    trials have been evaluated; None if one never was.
     """
     known = [[(point, 100 * figure(point.accuracy)) for point in trial.points if point.accuracy] for trial in done]
     if not known or not all(known):
         return None
-    xs, bands = [], []
+    xs = []
+    bands = []
     for number in sorted({point.round for judged in known for point, _ in judged}):
         reached = [[each for each in judged if each[0].round <= number] for judged in known]
         if all(reached):
