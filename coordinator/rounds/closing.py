@@ -1,9 +1,9 @@
 """The close of rounds: compute the next model from a round's sums, then store and record it.
 
-A round closes in two steps. First the new model's files are written, outside any transaction, because slow storage may
-take a minute. Then a short transaction checks that the round is still open and records the model. After a crash between
-the two, the round is still open and closes again; files without a record are never served. If only the transaction
-fails, it is repeated with the same model, so noise is drawn once.
+First the new model's files are written, outside any transaction, because slow storage may take a minute. Then a short
+transaction checks that the round is still open and records the model. After a crash between the two, the round closes
+again; files without a record are never served. If only the transaction fails, it is repeated with the same model, so
+noise is drawn once.
 """
 
 from __future__ import annotations
@@ -212,7 +212,6 @@ class Closing:
 
 
 def _names(db: Session, left_out: Mapping[str, str]) -> str:
-    """Return, for the log, the devices whose updates were left out and the reason for the first."""
     if not left_out:
         return ""
     first = list(left_out)[:MOST_SAID]

@@ -71,7 +71,7 @@ class Dispatch:
     ) -> Asked:
         """Return the device's oldest open assignment, if any. Raises Finished if no more work will come.
 
-        After the end, a device without a model first gets ``adapt``. mask, model, asked (as ``first``): see ``Ask``. A
+        After the end, a device without a model first gets ``adapt``. Arguments as in ``Ask``; asked is its ``first``: a
         repeated look does not mark a device present that has left in the meantime.
         """
         (answer,) = self.answer_all([Ask(device_id, mask, model, asked)])
@@ -98,7 +98,7 @@ class Dispatch:
         return answers
 
     def _idle(self, db: Session, waiting: Sequence[str]) -> set[str]:
-        """Return the waiting devices that have no work: in a large fleet, most of them."""
+        # In a large fleet most waiting devices have no work: find them together.
         if len(waiting) < FEW:
             return set()
         over = select(Federation.id).where(Federation.status.not_in(("waiting", "running")))

@@ -169,10 +169,7 @@ class Rounds:
         return moved
 
     def _is_calm(self, db: Session, federation_id: int, status: str, now: float) -> bool:
-        """Return whether a round only waits for its cohort.
-
-        Its first updates are folded later, as long as all of them fit in memory.
-        """
+        # The round only waits for its cohort. Its first updates are folded later, if they fit in memory.
         number, until = self._calm.get(federation_id, (0, -math.inf))
         if status != "running" or not now < until or not self._decoded.has_room:
             return False
@@ -228,7 +225,6 @@ class Rounds:
         return Step.nothing
 
     def _step_secure(self, federation: Federation, current: Round) -> bool:
-        """Advance a secure round by a phase, or close it with its sums."""
         ended = self._secure.advance(federation, current)
         if isinstance(ended, bool):
             # With a quorum below 1, a phase may end while devices still train.

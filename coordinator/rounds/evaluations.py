@@ -73,7 +73,7 @@ def evaluate_in_between(db: Session, federation: Federation, before: int, now: f
 def _work(
     db: Session, federation: Federation, settings: FederationSettings, *, mixes: bool
 ) -> tuple[Kind, dict[str, Any]]:
-    """Return the kind of work and its plan. mixes: the personal model may become a mixture with the finished one."""
+    """Return the work and its plan. mixes: the personal model may become a mixture with the finished one."""
     plan: dict[str, Any] = adjustment(db, federation)
     if not mixes:
         return Kind.evaluate, plan
@@ -110,7 +110,6 @@ def _who_judges_global(
 
 
 def _compared(db: Session, federation: Federation) -> list[Assignment]:
-    """Return the comparisons with the finished model, answered or not."""
     of_last = select(Assignment).where(
         Assignment.federation_id == federation.id,
         Assignment.round == federation.round,
@@ -132,7 +131,6 @@ def _pool(db: Session, federation: Federation, settings: FederationSettings, com
 
 
 def _pool_of_round(db: Session, federation: Federation) -> Pool | None:
-    """Return the mean moments that the last secure round summed."""
     last = db.scalar(select(Round).where(Round.federation_id == federation.id, Round.number == federation.round))
     notes = last.notes if last is not None and isinstance(last.notes, dict) else {}
     means = notes.get("metrics", {})

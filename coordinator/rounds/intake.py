@@ -3,11 +3,10 @@
     update_clip     longest difference between an update and the sent values (2-norm); a longer one is scaled down
     relative_clip   the same limit as a multiple of the usual length (``lengths``)
     outlier_mads    largest distance of an update's root mean square difference from the round's median, in multiples of
-                    1.4826 MAD, the standard deviation of a normal distribution (Leys et al., J. Exp. Soc. Psychol.
-                    2013); updates farther away are left out
+                    1.4826 MAD, a normal distribution's standard deviation (Leys et al., J. Exp. Soc. Psychol. 2013)
 
-The root mean square does not depend on the number of values, which the budget determines. The MAD is at least 5 % of
-the median, so that nearly identical updates do not exclude the next one.
+The root mean square, unlike the norm, allows comparing updates of unequal budgets. The MAD is at least 5 % of the
+median, so that nearly identical updates do not exclude the next one.
 
 Outliers, and the usual length of the first round, are known only after all updates have come. Until then updates are
 only measured; they are read again when the round closes. An update that is left out stays acknowledged.
@@ -210,8 +209,7 @@ class Update:
 class Intake:
     """Clip, check and fold the updates of one round, in the cohort's order.
 
-    sent: the values that devices received. usual_length: of earlier rounds' updates, if any (``lengths``). parts: the
-    method's data beside values.
+    sent: the values that devices received. usual_length: of earlier rounds, if any (``lengths``).
     """
 
     def __init__(

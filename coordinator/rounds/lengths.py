@@ -1,7 +1,7 @@
 """The usual length of updates, from which ``relative_clip`` computes its bound.
 
-A length is the 2-norm of an update's difference from the sent values. It is not scaled by the budget: a device that
-trains a twentieth of the values moves each further, with about the same norm (docs/results/security.md).
+A length is the 2-norm of an update's difference from the sent values, not scaled by the budget: a device that trains a
+twentieth of the values moves each further, with about the same norm (docs/results/security.md).
 
 The usual length is the lower median over the last ``WINDOW`` rounds, known before a round's first update. The first
 round uses its own lower median. Lengths count after clipping: less than half of the devices cannot raise the usual

@@ -161,7 +161,7 @@ class Opening:
     def _next_work(
         self, db: Session, federation: Federation, settings: FederationSettings, there: Sequence[Drawable]
     ) -> tuple[int, int, Work, Sequence[Drawable]]:
-        """Return the next round's number, its cohort size, its work, and the devices to draw from."""
+        """Return the next round's number, cohort size, work, and the devices to draw from."""
         method = load_method(federation.method)
         if method.prepares and federation.model_version == 0:
             failed = self._failed_to_prepare.setdefault(federation.id, set())
@@ -201,7 +201,7 @@ class Opening:
         return len(names)
 
     def _somebody_is_free(self, federation_id: int, number: int) -> bool:
-        """Return whether the round can have more devices; a read, to save a transaction."""
+        # A read, to save a transaction that would find no device.
         with self._store.reading() as db:
             federation = db.get_one(Federation, federation_id)
             return bool(_free(db, federation, number, drawable(db, federation, self._clock()))[1])

@@ -1,11 +1,11 @@
 """Rollback to an older global model.
 
-The next round begins from it, with the next round number. Rounds whose models are discarded stay in the records, marked
-``undone``; each round's record names its base model. An open round closes first and is undone with the others.
+The next round begins from it. Rounds whose models are discarded stay in the records, marked ``undone``. An open round
+closes first and is undone with the others.
 
-Devices need no notice. A mask is sent as changes to the mask that the device reports, from any model. A reported model
-of an undone round counts as unknown, so the device gets the whole model. Personal models and parts do not change. A
-method with stages refuses a rollback that would break them.
+Devices need no notice: masks are sent as changes to the mask that the device reports, and a device with the model of an
+undone round gets the whole model. Personal models and parts do not change. A method with stages refuses a rollback that
+would break them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rounds of secure aggregation: the coordinator learns only the sums of cells, and no single update.
+"""Rounds of secure aggregation: the coordinator learns only the sums of cells.
 
-A round has five phases. In each, every device gets an assignment of its own:
+A round has five phases. In each, every remaining device gets an assignment:
 
     phase    a device sends                                 then the coordinator
     keys     signed public keys for this round              draws cells, neighbours and neurons at random
@@ -9,9 +9,8 @@ A round has five phases. In each, every device gets an assignment of its own:
     agree    a signature of that list                       sends the signatures, if most devices signed
     unmask   shares of remaining and vanished devices       opens the sum of each cell with enough devices
 
-A phase ends when all devices have answered or returned the work, or at its deadline. A device that vanishes in a phase
-is out of the later ones. The state is in the records: ``Round.secure`` and the answers in the assignments' reports,
-which contain no device's secret.
+A phase ends when all devices have answered or returned the work, or at its deadline. The state is in ``Round.secure``
+and in the assignments' reports, which contain no device's secret.
 """
 
 from __future__ import annotations
@@ -291,7 +290,6 @@ class SecureRounds:
         return Ended([], lost, notes | {"secure_without_sum": 1})
 
     def _open(self, federation: Federation, current: Round, state: SecureState, done: Sequence[_Member]) -> Ended:
-        """Open the sums of all cells with enough remaining devices."""
         with self._store.reading() as db:
             keys, trained = (
                 {each.name: each for each in _members(db, federation.id, current.number, kind) if each.status == "done"}
@@ -398,7 +396,6 @@ class SecureRounds:
 
     @staticmethod
     def _notes(db: Session, federation: Federation, current: Round) -> dict[str, Any]:
-        """Return the numbers of devices that each phase asked and lost."""
         notes = dict[str, Any]()
         for phase in PHASES:
             members = _members(db, federation.id, current.number, phase)
@@ -409,7 +406,7 @@ class SecureRounds:
 
 
 def _alike(cells: Sequence[CellState], done: Sequence[_Member]) -> list[_Member]:
-    """Return the devices whose stated scale and model are those of most of their cell; no device signs a mixture."""
+    # A device signs only statements with its own scale and model, so keep the most frequent ones of each cell.
     stated = {member.name: (member.report or {})["secure"]["scale"] for member in done}
     most = {
         name: Counter(stated[other] for other in cell.names if other in stated).most_common(1)[0][0]

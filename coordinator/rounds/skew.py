@@ -1,8 +1,7 @@
 """The decision to adjust outputs by class frequencies if the labels are skewed enough (``protocol.skew``).
 
-The first round adjusts nothing. Its devices report a sketch of their class frequencies, under masks in secure rounds.
-The coordinator computes the skew once, notes it in the round's record as ``label_skew_permille``, and puts the decision
-into the plan of all later work.
+In the first round devices report a sketch of their class frequencies, under masks in secure rounds. The coordinator
+computes the skew once, notes it in the round's record, and puts the decision into the plan of all later work.
 """
 
 from __future__ import annotations

@@ -91,7 +91,6 @@ def students(means: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % percentiles of the mean over resampled devices of one seed."""
     low, high = np.percentile(_resamples(len(values)) @ np.array(values) / len(values), [2.5, 97.5])
     return float(low), float(high)
 

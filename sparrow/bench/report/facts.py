@@ -25,7 +25,7 @@ def _settings(settings: dict[str, Any]) -> str:
 
 
 def _tuned(experiment: Experiment, run: MethodRun, done: Sequence[Recorded]) -> str:
-    """Return the tuned settings of a label, from its rows."""
+    # Read from the rows, because the file has only the grid.
     as_tuned = next((each for each in experiment.methods if each.label == run.tuned_as), run)
     keys = [key for key in experiment.grid_of(as_tuned) if key not in flat(run.settings)]
     values = {key: sorted({str(flat(trial.trial.settings).get(key, ABSENT)) for trial in done}) for key in keys}

@@ -41,7 +41,6 @@ def no_more(experiment: Experiment, found: Sequence[Group]) -> list[str]:
 
 
 def _sections(experiment: Experiment, found: Sequence[Group], more: More) -> list[str]:
-    """Return all tables, by kind and then by point of the axes."""
     return [
         *accuracy_sections(experiment, found),
         *comparison_sections(experiment, found),
@@ -103,7 +102,6 @@ def budget_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]
 
 
 def _cost_sections(found: Sequence[Group]) -> list[str]:
-    """Return the tables of early stops, costs and times."""
     lines = []
     stopping = [group for group in map(_stopping, found) if group.trials]
     if stopping:
@@ -133,7 +131,6 @@ def _cost_sections(found: Sequence[Group]) -> list[str]:
 
 
 def _test_data(experiment: Experiment) -> str:
-    """Return the test data of a device in words."""
     if not experiment.tests_on_published:
         return "each device's own test data"
     rest = ", whose weighted mean for a global model is its accuracy on the whole set" if not experiment.new else ""
@@ -141,7 +138,6 @@ def _test_data(experiment: Experiment) -> str:
 
 
 def _stopping(group: Group) -> Group:
-    """Return the group with only the labels that stop early."""
     on = {label: done for label, done in group.trials.items() if any(stops_early(trial.trial) for trial in done)}
     return Group(group.title, on)
 
