@@ -300,7 +300,8 @@ class Acceptance:
                 "status: no device stops early here (early_stopping is off and joules_per_device unset, or the model "
                 "is only being prepared); send the update as active, and update this SDK"
             )
-        if limited:  # what a device has spent it alone knows
+        # Only the device knows the joules that it has spent.
+        if limited:
             return
         least = settings.min_participations if settings.early_stopping == "validation" else 1
         with self._store.reading() as db:
@@ -354,12 +355,14 @@ class Acceptance:
         with callers_data():
             decoded = bundle.decode(sent.body, manifest, model.mask, parts=parts, intact=sent.intact)
             report = wire.UpdateReport.model_validate_json(decoded.report)
-        settings, kind = settings_of(federation), wire.Kind(assignment.kind)
+        settings = settings_of(federation)
+        kind = wire.Kind(assignment.kind)
         situation = Situation(manifest, settings, assignment.round, plan)
         check_form(decoded, kind, situation)
         chosen = check_mask(decoded, assignment, mask, model, situation, device=device.name)
         check_parts(decoded, parts)
-        if settings.secure and kind is wire.Kind.train:  # nobody can look at its values
+        # Masked values cannot be checked.
+        if settings.secure and kind is wire.Kind.train:
             if assignment.status == "open":
                 with self._store.reading() as db:
                     check_statement_of(db, federation, assignment, device, report.secure)

@@ -90,8 +90,12 @@ def rests(device: Device, now: float) -> bool:
 
 def note_failure(device: Device, assignment: Assignment | None, reason: str, now: float) -> None:
     """Record the reason of a device's failed work, for operators."""
-    round_, kind = (assignment.round, assignment.kind) if assignment is not None else (None, None)
-    device.failure = {"reason": reason, "round": round_, "kind": kind, "at": now}
+    device.failure = {
+        "reason": reason,
+        "round": assignment.round if assignment is not None else None,
+        "kind": assignment.kind if assignment is not None else None,
+        "at": now,
+    }
 
 
 def oldest_open(db: Session, device_id: str) -> tuple[Device, Federation, Assignment | None]:

@@ -162,7 +162,7 @@ class Dispatch:
         with self._store.reading() as db:
             assignment, _, _ = owned(db, assignment_id, device_id)
         if assignment.status != "open":
-            raise RoundClosed(f"the assignment is {assignment.status}: nobody waits for it any more")
+            raise RoundClosed(f"the assignment is {assignment.status}: no round waits for it any longer")
 
     def hand_back(self, assignment_id: str, device_id: str, reason: wire.PauseReason | str) -> None:
         """Take an assignment back from a device that cannot do it; idempotent.

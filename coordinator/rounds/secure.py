@@ -329,7 +329,7 @@ class SecureRounds:
         gone = [name for name in cell.names if name in state.shared and name not in state.left]
         ids = [trained[name].id for name in left]
         odd = [trained[name].id for name in gone if name in trained]
-        lost = dict.fromkeys(odd, "it was of another scale or model than most of its cell state")
+        lost = dict.fromkeys(odd, "it was of another scale or model than most of its cell")
         least = least_cell(settings.secure_colluders)
         if len(left) < least:
             why = f"its cell has {len(left)} devices left, at least {least} hide one another"

@@ -115,7 +115,7 @@ def check_answer(
     work = _outline(federation, assignment, device.name, state)
     if isinstance(answer, Keys):
         if device.identity_key is None:
-            raise BadContent("this device has told no identity key; enrol again with an SDK that has the extra secure")
+            raise BadContent("this device sent no identity key; enrol again with an SDK that has the extra secure")
         try:
             check_keys(answer, device.identity_key, work.context, device.name)
         except BadSecret as error:
@@ -131,7 +131,9 @@ def check_answer(
     elif isinstance(answer, Unmask):
         named = {*answer.seeds, *answer.pads}
         if not named <= set(work.neighbours) or answer.seeds.keys() & answer.pads.keys():
-            raise BadContent("unmask: tells of others than the neighbours of this device, or both kinds of one")
+            raise BadContent(
+                "unmask: reports devices that are not neighbours of this one, or both kinds for one device"
+            )
         if not answer.seeds.keys() <= set(work.left) or not answer.pads.keys() <= set(work.gone):
             raise BadContent("unmask: tells self-masks of devices that have vanished, or pads of those that are left")
 

@@ -12,8 +12,8 @@ rate), by scaling the columns of the next layer's weight, except if an embedding
 is not scaled. Here neurons are drawn as a set, and channels are the neurons of convolutions.
 
 Running statistics must fit the whole width, which narrow devices cannot run. So a scaled round ends with a pass over
-the device's data without gradients; it sends the mean of the batches' statistics. ``scaled`` = false is the form that
-FedSPU's paper compares (section 5.1): no scaling and no such pass.
+the device's data without gradients; it sends the mean of the batches' statistics. ``scaled`` = false: no scaling and no
+such pass.
 
 Counts: ``neurons_left_out`` of the network, and ``columns_scaled`` in training steps.
 """
