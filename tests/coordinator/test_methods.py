@@ -418,7 +418,9 @@ def test_statistics_cannot_stay_on_devices_that_keep_nothing(coordinator):
         request = CreateFederation(name=method, settings=FederationSettings(method=method))
         return coordinator.publisher.publish(checkpoint.save({**published, **extra}, request.model_dump_json()))
 
-    with pytest.raises(BadContent, match=r"bn1\.running_mean: fedavg keeps no model .* --running-statistics shared"):
+    with pytest.raises(
+        BadContent, match=r"bn1\.running_mean: fedavg keeps no personal model .* --running-statistics shared"
+    ):
         publish("fedavg")
     assert publish("fedspu").method == "fedspu"
 
@@ -656,7 +658,7 @@ def test_what_personalising_answers_is_a_report_as_json(coordinator):
     coordinator.rounds.advance()
     device = coordinator.device("a").device_id
     assignment = coordinator.dispatch.next_assignment(device).assignment
-    with pytest.raises(WrongMediaType, match="of kind personalise is sent as application/json"):
+    with pytest.raises(WrongMediaType, match="of kind personalise as application/json"):
         coordinator.acceptance.check_envelope(assignment.assignment_id, device, "text/plain")
     with pytest.raises(BadContent, match="num_examples"):
         coordinator.acceptance.accept_update(assignment.assignment_id, device, b"{}", JSON_TYPE)

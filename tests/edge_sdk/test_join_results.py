@@ -53,12 +53,12 @@ def exploding() -> Task:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        *(({"budget": budget}, r"budget=.* cannot work; give a number above 0") for budget in (0.0, 1.5, -1, "0.5")),
+        *(({"budget": budget}, r"budget=.* cannot work; give the share") for budget in (0.0, 1.5, -1, "0.5")),
         ({"budget": float("nan")}, "budget=nan cannot work"),
         ({"threads": 0}, "threads=0 cannot work; give a whole number above 0"),
         ({"memory_limit": -1}, "memory_limit=-1 cannot work"),
         ({"patience_seconds": -1}, "patience_seconds=-1 cannot work"),
-        ({"accelerator": "gpu"}, "accelerator='gpu' is not known; give one of auto, cpu, cuda"),
+        ({"accelerator": "gpu"}, "unknown accelerator 'gpu'; choose from auto, cpu, cuda"),
         ({"federation": "a/b"}, "cannot be a federation's name"),
         ({"name": ""}, "cannot be a device's name"),
         ({"task": nn.Linear(1, 1)}, "task is a Linear; give a Task"),

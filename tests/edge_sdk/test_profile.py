@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_said_and_not_measured(capsys):
 def test_a_method_that_trains_the_whole_model_says_so(capsys):
     status, out, _ = run(capsys, "--method", "fedavg", "--memory-limit", "1")
     assert status == 0
-    assert "fedavg runs the whole model" in out
+    assert "fedavg trains the whole model" in out
     assert "Try a smaller one" not in out
 
 
@@ -311,7 +311,7 @@ def test_a_budget_that_does_not_fit_is_refused_before_enrolling_and_one_that_doe
     limit = (needs(0.2) + needs(1.0)) // 2
     said = _refused(client, large, tmp_path / "pi", engine=engine, memory_limit=limit, budget=1.0)
     assert said.startswith("a budget of 1 needs ")
-    assert f"and there are {limit / MIB:,.0f}; a budget of 0." in said
+    assert f"{limit / MIB:,.0f} are available; a budget of 0." in said
     assert " fits: give --budget 0." in said
     assert client.get("/v1/federations/f").json()["devices"] == 0
     named = float(said.rsplit(" ", 1)[1])

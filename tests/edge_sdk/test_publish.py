@@ -225,7 +225,7 @@ def out_of_its_depth(model, loss, inputs, targets):
 @pytest.mark.parametrize(
     ("compiled", "reason"),
     [
-        (None, "0: running statistics without a momentum"),
+        (None, "0: running statistics need a momentum"),
         (nothing_like_it, "the step's graph is refused"),
         (out_of_its_depth, "PyTorch: aten.frobnicate has no translation"),
     ],
@@ -290,7 +290,7 @@ def test_a_script_that_publishes_and_joins_needs_an_admin_token_on_the_first_dev
         )
 
     monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", "enrolment-secret-0123456789")
-    with pytest.raises(Refused, match="an admin token is needed here"):
+    with pytest.raises(Refused, match="needs an admin token"):
         script("first", 0)
     monkeypatch.setenv("SPARROW_ADMIN_TOKEN", "admin-secret-0123456789")
     assert script("first", 0).rounds == 1

@@ -153,7 +153,7 @@ def test_two_models_in_one_cell_are_refused(federate):
     federation = federate()
     with_payload(federation.lying["d1"], moved)
     failed = federation.play()
-    assert "the model, settings or plan of this round are not those that its devices have signed" in failed["d1"]
+    assert "the model, settings or plan of this round differ" in failed["d1"]
     assert federation.updates()["d1"] == []
 
 
@@ -175,7 +175,7 @@ def test_a_stale_model_is_refused(federate):
     with_payload(federation.lying["d2"], lambda body: kept.append(body) or kept[0])
     assert federation.play() == {}
     failed = federation.play(rounds=2)
-    assert "are not those that its devices have signed" in failed["d2"]
+    assert "differ from those that its devices signed" in failed["d2"]
     assert len(federation.updates()["d2"]) == 1
 
 
@@ -191,7 +191,7 @@ def test_a_part_of_the_model_is_refused(federate):
         return bundle.encode(DIGITS, pack(DIGITS, whole, mask), mask)
 
     with_payload(federation.lying["d0"], part)
-    assert "a secure round begins from all of it" in federation.play()["d0"]
+    assert "a secure round needs all of it" in federation.play()["d0"]
 
 
 def test_a_plan_that_only_one_device_is_given_is_refused(federate):
@@ -204,7 +204,7 @@ def test_a_plan_that_only_one_device_is_given_is_refused(federate):
         return httpx.Response(200, json=work)
 
     federation.lying["d3"].answers["/assignment"] = told
-    assert "are not those that its devices have signed" in federation.play()["d3"]
+    assert "differ from those that its devices signed" in federation.play()["d3"]
     assert federation.updates()["d3"] == []
 
 

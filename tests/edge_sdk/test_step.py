@@ -246,5 +246,5 @@ def test_a_model_that_cannot_be_compiled_is_named_by_what_it_does(what, said):
 
 def test_statistics_that_go_by_a_count_of_batches_are_refused_by_name():
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None))
-    with pytest.raises(CannotCompile, match="1: running statistics without a momentum"):
+    with pytest.raises(CannotCompile, match="1: running statistics need a momentum"):
         compile_step(model, F.cross_entropy, torch.rand(6, 4), torch.arange(6) % 3)

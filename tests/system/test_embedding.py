@@ -241,7 +241,11 @@ WRONG = {
     "no device's id": (lambda client: client.device("a/b"), BadArgument, "give the device_id of one of devices"),
     "no such setting": (lambda client: client.change("default", raunds=3), BadArgument, "did you mean rounds"),
     "no such action": (lambda client: client.change("default", action="end"), BadArgument, "action: "),
-    "another ending": (lambda client: client.model("default", "model.pt"), BadArgument, "end in .onnx or .safetensors"),
+    "another ending": (
+        lambda client: client.model("default", "model.pt"),
+        BadArgument,
+        "ends in .onnx or .safetensors",
+    ),
     "no such folder": (lambda client: client.model("default", "none/model.onnx"), SdkError, "none/model.onnx"),
     "not now": (lambda client: client.delete("default"), WrongState, "stop"),
 }
@@ -279,7 +283,7 @@ def test_a_client_needs_the_right_token_and_somebody_who_answers(tmp_path, monke
             client.federations()
         with Client(guarded.url, token="the-observer-s-secret-0") as client:
             assert client.federations() == []
-            with pytest.raises(NotAuthenticated, match="an admin token is needed"):
+            with pytest.raises(NotAuthenticated, match="needs an admin token"):
                 client.delete("default")
         monkeypatch.setenv("SPARROW_ADMIN_TOKEN", "the-admin-s-secret-0")
         with Client(guarded.url) as client, pytest.raises(NotFound):

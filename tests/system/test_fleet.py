@@ -537,7 +537,7 @@ def test_where_the_coordinator_asks_for_tokens(tmp_path):
     guarded.start()
     try:
         publish(guarded.url, NAME, "digits", options=PublishOptions(admin_token="the-chief-s-secret"), **SETTINGS)
-        with pytest.raises(Refused, match="observer token is needed"):
+        with pytest.raises(Refused, match="needs an observer token"):
             run_fleet(
                 guarded.url,
                 PLAN,

@@ -237,4 +237,4 @@ def test_the_bare_global_model_is_refused(coordinator):
     for path in ("model", "model.onnx"):
         answer = httpx.get(f"{coordinator.url}/v1/federations/{NAME}/{path}")
         assert answer.status_code == 404
-        assert "pfedgate has no global model that can be used alone" in answer.json()["detail"]
+        assert "pfedgate has no complete global model" in answer.json()["detail"]

@@ -234,7 +234,7 @@ def test_a_user_signs_in_with_a_token_and_only_an_administrator_sees_the_actions
     server.http.post("/v1/federations", json=create, headers=headers).raise_for_status()
     page, expect = open_page(server.url), playwright.expect
     sign_in(page, "the-enrolment-token")
-    expect(page.get_by_role("status")).to_contain_text("with which devices join")
+    expect(page.get_by_role("status")).to_contain_text("enrolment token")
     sign_in(page, "an-observer-s-secret")
     expect(page.locator("#connection")).to_have_text("live")
     expect(page.locator("#name")).to_have_text("lab")
@@ -363,7 +363,7 @@ def test_a_user_whose_token_is_good_for_nothing_any_more_is_told_so(new_coordina
     server.settings["COORDINATOR_OBSERVER_TOKEN"] = "another-observer-s-secret"
     server.start()
     expect(page.locator("#connection")).to_have_text("signed out: sign in again")
-    expect(page.get_by_role("alert")).to_contain_text("an observer token is needed here")
+    expect(page.get_by_role("alert")).to_contain_text("observer token")
     page.get_by_role("link", name="Sign in").click()
     sign_in(page, "another-observer-s-secret")
     expect(page.locator("#connection")).to_have_text("live")

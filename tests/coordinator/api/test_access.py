@@ -70,7 +70,7 @@ def test_a_kind_that_has_a_token_is_shut_and_opens_to_it_alone(open_app, command
     assert made["secret"].startswith("sparrow_admin_")
     for headers in ({}, bearer("sparrow_admin_x"), bearer(command("create", "observer")["secret"])):
         answer = client.post("/v1/federations", json=wanted, headers=headers)
-        assert (answer.status_code, "an admin token is needed" in answer.text) == (401, True)
+        assert (answer.status_code, "an admin token" in answer.text) == (401, True)
     assert client.post("/v1/federations", json=wanted, headers=bearer(made["secret"])).status_code == 201
     assert client.get("/v1/federations").status_code == 401
     assert client.get("/v1/federations", headers=bearer(made["secret"])).status_code == 200, "an admin may look, too"
@@ -163,7 +163,7 @@ def test_a_token_for_one_federation_opens_no_other(open_app, command):
     assert enrol(client, "one", enroller, "day").status_code == 201
     looks = ("/v1/federations/day/rounds", "/v1/federations/night/rounds", "/v1/federations", "/metrics")
     assert [client.get(path, headers=bearer(observer)).status_code for path in looks] == [200, 401, 401, 401]
-    assert "for the federation day alone" in client.get("/metrics", headers=bearer(observer)).json()["detail"]
+    assert "for the federation day" in client.get("/metrics", headers=bearer(observer)).json()["detail"]
     assert client.get("/v1/federations/day", headers=bearer(enroller)).status_code == 200
     assert client.get("/v1/federations/night", headers=bearer(enroller)).status_code == 401
 
@@ -353,7 +353,7 @@ def test_an_expired_token_is_good_for_nothing_but_enrolling_again(domain, clock)
     assert devices.authenticate(one.token)
     clock.pass_seconds(1)
     for _ in range(2):
-        with pytest.raises(TokenExpired, match="start the device again"):
+        with pytest.raises(TokenExpired, match="restart the device"):
             devices.authenticate(one.token)
     assert enrol_in(devices).device_id == one.device_id
 

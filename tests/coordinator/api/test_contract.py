@@ -816,7 +816,7 @@ def test_a_bad_upload_is_refused_and_changes_nothing(client, half_pair, train, s
     good = train(DIGITS.manifest, assignment)
     path = f"/v1/assignments/{assignment.assignment_id}/update"
     assert_problem(put(client, headers, assignment, good, "application/json"), 415, bundle.MEDIA_TYPE)
-    assert_problem(client.put(path, content=good, headers=headers), 415, "sent as application/octet-stream")
+    assert_problem(client.put(path, content=good, headers=headers), 415, "as application/octet-stream")
     assert_problem(client.put(path, content=iter([good]), headers={**headers, **BUNDLE}), 411, "send Content-Length")
     assert_problem(client.put(path, content=good, headers=BUNDLE), 401, "token")
     assert_problem(client.put(path, content=good, headers={**BUNDLE, **bearer("x")}), 401, "enrol again")

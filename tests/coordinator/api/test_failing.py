@@ -168,7 +168,7 @@ def test_a_database_that_goes_and_comes_back(open_app, postgresql, train, caplog
     try:
         for headers, assignment in devices * 3:
             answer = put(client, headers, assignment, train(DIGITS.manifest, assignment))
-            assert_problem(answer, 503, "cannot reach its records", "try again")
+            assert_problem(answer, 503, "cannot reach its records", "retry later")
             assert answer.headers["retry-after"] == "5"
         assert_problem(client.get("/readyz"), 503, "cannot reach its records")
         assert client.get("/healthz").status_code == 200
@@ -273,7 +273,7 @@ def test_a_locked_database_takes_neither_health_nor_readers_with_it(open_app, tm
             )
         assert not any(each.done() for each in writers[:16])
         for answer in (each.result() for each in writers):
-            assert_problem(answer, 503, "try again")
+            assert_problem(answer, 503, "retry later")
             assert answer.headers["retry-after"] == "5"
         become(lambda: "keeps the coordinator's records locked" in client.get("/readyz").text)
         assert client.get("/v1/federations/default/rounds").json()[0]["status"] == "open", "though none can be kept"
@@ -375,7 +375,7 @@ def test_tables_that_somebody_locks_leave_health(open_app, postgresql, impatient
         assert not any(each.done() for each in calls)
         assert client.get("/readyz").status_code == 503
         for answer in (each.result() for each in calls):
-            assert_problem(answer, 503, "try again")
+            assert_problem(answer, 503, "retry later")
     become(lambda: client.get("/readyz").status_code == 200)
     finish_round(client, devices, train)
 

@@ -148,7 +148,7 @@ def test_a_federation_ends_as_with_a_folder_over_restarts(s3, tmp_path, clock, p
 
 
 def test_storage_that_cannot_be_used_is_refused_at_start_with_advice(s3, tmp_path, monkeypatch):
-    with pytest.raises(BadStorage, match=r"write s3://BUCKET or s3://BUCKET/PREFIX"):
+    with pytest.raises(BadStorage, match=r"set s3://BUCKET or s3://BUCKET/PREFIX"):
         Store(tmp_path, None, "bucket/prefix")
     with pytest.raises(BadStorage, match="there is no bucket elsewhere: create it"):
         Store(tmp_path, None, "s3://elsewhere/x")
