@@ -312,7 +312,7 @@ def check_alike(modules, path, manifest, seed=0):
     assert isinstance(found, dict), found
     advice = "; for another encoding add encoding=NAME"
     wanted["said"] = wanted["said"].replace(advice, "; save the file as UTF-8 if its letters are others")
-    wanted["said"] = re.sub("(all taken as this device's); person=NAME[^;]*", r"\1", wanted["said"])
+    wanted["said"] = re.sub("(all used as this device's); person=NAME[^;]*", r"\1", wanted["said"])
     wanted["said"] = wanted["said"].replace("; categories=person makes it one", "")
     assert found == wanted
     return found
@@ -459,17 +459,17 @@ WRONG_TABLES = {
     "another class": (rows(*GOOD_ROWS, "1,gas,2,cellar"), "has the class 'cellar'; the federation's are kitchen, hall"),
     "fractions": (
         rows("1,gas,2,0.5", "1,gas,2,1"),
-        "column room: the label 0.5 is a fraction, no class",
+        "column room: the label 0.5 is a fraction, not a class",
     ),
     "a person missing": (
         rows("1,gas,2,hall,", header="Heat,fuel,load,room,person"),
-        "it is not said who made the sample",
+        "the person is missing",
     ),
     "two people": (
         rows("1,gas,2,hall,a,b", header="Heat,fuel,load,room,person,device"),
         "both person and device say who",
     ),
-    "too few": (rows(*GOOD_ROWS[:2]), "2 samples cannot be split into training, validation and test; give at least 3"),
+    "too few": (rows(*GOOD_ROWS[:2]), "2 samples cannot be split into training, validation and test; give 3 or more"),
     "too few recordings": (
         rows(*(f"{line},1" for line in GOOD_ROWS), header="Heat,fuel,load,room,run"),
         "1 unbroken recordings (run) cannot be split into",
@@ -614,7 +614,7 @@ WRONG_FILES = {
     "rows of numbers": (GOOD | {"y_train": np.ones((6, 2))}, "has shape (6, 2), and its rows are not one-hot"),
     "labels of others": (GOOD | {"y_train": labels(5)}, "y_train has shape (5,) beside 6 samples"),
     "no samples": ({"x_train": np.zeros((0, 4)), "y_train": labels(0)}, "give at least one sample"),
-    "fractions": (GOOD | {"y_train": np.full(6, 0.5)}, "y_train[0]: the label 0.5 is a fraction, no class"),
+    "fractions": (GOOD | {"y_train": np.full(6, 0.5)}, "y_train[0]: the label 0.5 is a fraction, not a class"),
     "truths for labels": (GOOD | {"y_train": np.zeros(6, bool)}, "has the class 'False'"),
     "another class": (GOOD | {"y_train": np.array(list("abcdef"))}, "has the class 'a'; the federation's are attic"),
     "numbers beyond": (GOOD | {"y_train": labels(6) + 1}, "has the class '1'; the federation's are attic"),
@@ -626,9 +626,9 @@ WRONG_FILES = {
     "a value missing": (GOOD | {"x_train": np.full((6, 4), np.nan)}, "a missing value (NaN) in sample 0; leave such"),
     "too large a value": (GOOD | {"x_train": np.full((6, 4), 1e300)}, "an infinite value in sample 0"),
     "too few": (named("train", 2), "2 samples cannot be split into"),
-    "one class": (GOOD | {"classes": 1}, "classes says that there are 1; give their number, 2 to 10,000"),
+    "one class": (GOOD | {"classes": 1}, "classes is 1; give the number of classes, 2 to 10,000"),
     "odd classes": (GOOD | {"classes": np.zeros((2, 2))}, "classes has shape (2, 2) of float64; give the number"),
-    "a class twice": (GOOD | {"classes": np.array(["a", "a", "b"])}, "classes names one twice"),
+    "a class twice": (GOOD | {"classes": np.array(["a", "a", "b"])}, "classes repeats a name"),
     "labels beyond its own classes": (GOOD | {"classes": 2}, "y_train[2] is 2, but classes declares 2, 0 to 1 (0, 1)"),
     "a name beyond its own classes": (
         GOOD | {"y_train": NAMES[labels(6)], "classes": NAMES[:2]},
@@ -665,7 +665,7 @@ WRONG_TYPES = {
         {"x": samples(6, 3, 4, 5, kind=np.uint8), "y": labels(6)},
         (4, 5, 3),
         "HWC",
-        "with axes=NHWC; its axes seem to be in another order, transpose it",
+        "with axes=NHWC; its axes seem to be in another order: transpose it",
     ),
 }
 

@@ -245,18 +245,18 @@ def check_refused(modules, folder, manifest, said):
 GOOD = {f"{name}/{place}.png": packed(noise(8, 8)) for name in ("cat", "dog") for place in range(3)}
 LARGE = packed(np.zeros((4097, 2, 3), np.uint8))
 WRONG = {
-    "broken": ({"cat/9.png": b"\x89PNG\r\n\x1a\n"}, "photos/cat/9.png: cannot be read as a picture; copy it anew"),
+    "broken": ({"cat/9.png": b"\x89PNG\r\n\x1a\n"}, "photos/cat/9.png: cannot be read as a picture; copy it again"),
     "truncated": ({"cat/9.jpg": packed(noise(200, 200), "JPEG")[:9000]}, "photos/cat/9.jpg: cannot be read as a"),
-    "empty": ({"dog/9.png": b""}, "photos/dog/9.png: is empty; copy the picture anew"),
+    "empty": ({"dog/9.png": b""}, "photos/dog/9.png: is empty; copy the picture again"),
     "too large": ({"dog/9.png": LARGE}, "photos/dog/9.png: has 2 x 4097 pixels, at most 4096 x 4096 are read"),
     "another class": ({"cow/9.png": GOOD["cat/0.png"]}, "photos: has the class 'cow'; the federation's are cat, dog"),
     "sounds among them": (
         {"dog/a.wav": b"RIFF"},
-        "photos: holds 6 pictures, such as cat/0.png and 1 sound, such as dog/a.wav; put them into folders of their",
+        "photos: holds 6 pictures, such as cat/0.png and 1 sound, such as dog/a.wav; put them into separate folders",
     ),
     "a part beside classes": (
         {"test/cat/1.png": GOOD["cat/0.png"]},
-        "photos: test holds folders of classes, but cat, dog stands beside it; the parts are called train, val and",
+        "photos: test holds folders of classes, but cat, dog is beside it; name parts train, val and test",
     ),
 }
 
@@ -269,7 +269,7 @@ def test_wrong_folders_are_refused_by_both(modules, tmp_path, case):
 
 def test_folders_without_classes_are_refused_by_both(modules, tmp_path):
     flat = written(tmp_path / "flat", {"1.png": GOOD["cat/0.png"]})
-    check_refused(modules, flat, federation(), "flat: holds 1 file and no folders; a folder for each class is wanted")
+    check_refused(modules, flat, federation(), "flat: holds 1 file and no folders; give a folder for each class")
     bare = written(tmp_path / "bare", {"cat/1.txt": b"a"})
     check_refused(modules, bare, federation(), "bare: holds no picture and no sound in folders of classes (1 .txt)")
     part = written(tmp_path / "part", {"val/cat/1.png": GOOD["cat/0.png"]})
@@ -362,19 +362,19 @@ def test_sounds_of_another_rate_are_resampled(modules, tmp_path):
 
 GOOD_SOUNDS = {f"beep/{place}.wav": sound(tone(0.2)) for place in range(4)}
 WRONG_SOUNDS = {
-    "broken": ({"beep/9.wav": b"RIFF" + b"x" * 300}, "room/beep/9.wav: cannot be read as a sound; copy it anew"),
+    "broken": ({"beep/9.wav": b"RIFF" + b"x" * 300}, "room/beep/9.wav: cannot be read as a sound; copy it again"),
     "truncated": ({"beep/9.wav": sound(tone(0.5))[:5044]}, "room/beep/9.wav: is truncated, it ends after 0.156 s"),
     "truncated FLAC": (
         {"beep/9.flac": (whole := sound(tone(1.0), kind="FLAC"))[: len(whole) // 2]},
         "room/beep/9.flac: is truncated, it ends after",
     ),
-    "empty": ({"beep/9.wav": b""}, "room/beep/9.wav: is empty; copy the sound anew"),
+    "empty": ({"beep/9.wav": b""}, "room/beep/9.wav: is empty; copy the sound again"),
     "short": ({"beep/9.wav": sound(tone(0.005))}, "room/beep/9.wav: lasts 5.00 ms, at least 10 ms are needed"),
     "long": ({"beep/9.wav": sound(np.zeros(2 * RATE))}, "lasts 2.000 s, the federation's sounds last at most 1.000 s"),
     "loud": ({"beep/9.wav": sound(tone(0.2) * 100, subtype="FLOAT")}, "beyond 1; scale them to -1 to 1"),
     "infinite": (
         {"beep/9.wav": sound(np.full(3200, np.inf), subtype="FLOAT")},
-        "infinite or not a number; write it anew",
+        "infinite or not a number; write it again",
     ),
     "pictures": ({"beep/9.png": GOOD["cat/0.png"]}, "room: holds 1 picture, such as"),
     "another class": (
@@ -476,7 +476,7 @@ def test_pictures_are_chosen_under_a_class_and_a_broken_one_is_named(modules):
     assert [[shape for shape, _ in samples] for samples, _ in found["found"]] == [[[8, 8, 3], [30, 20, 3]]]
     assert found["found"][0][1] == [1, 1]
     assert found["said"] == "2 pictures kept as dog."
-    assert found["problem"] == "b.png: cannot be read as a picture; copy it anew, or save it as PNG, JPEG or WebP"
+    assert found["problem"] == "b.png: cannot be read as a picture; copy it again, or save it as PNG, JPEG or WebP"
 
 
 def test_a_folder_is_chosen(modules):

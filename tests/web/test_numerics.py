@@ -160,9 +160,9 @@ def test_a_split_that_cannot_be_had(modules):
         module="samples.js",
     )
     assert found == [
-        ["DataError", "2 samples cannot be split into training, validation and test; give at least 3"],
-        ["RangeError", "the seed is -1; it must lie in 0..2^63-1"],
-        ["RangeError", f"the seed is {2**63}; it must lie in 0..2^63-1"],
+        ["DataError", "2 samples cannot be split into training, validation and test; give 3 or more"],
+        ["RangeError", "seed is -1; give an integer from 0 to 2^63-1"],
+        ["RangeError", f"seed is {2**63}; give an integer from 0 to 2^63-1"],
     ]
 
 

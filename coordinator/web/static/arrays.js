@@ -56,7 +56,7 @@ function rawOf({ shape, type, data }, called, { dtype, shape: wanted, axes }) {
   if (!"fiub".includes(type[0])) throw wrongType(called, type);
   if (!same(shape.slice(1), wanted)) {
     const swap = shape.length > 2 && same([...shape.slice(1)].sort(), [...wanted].sort())
-      ? "; its axes seem to be in another order, transpose it with numpy.transpose" : "";
+      ? "; its axes seem to be in another order: transpose it with numpy.transpose" : "";
     throw new DataError(
       `${called} has samples of shape ${tuple(shape.slice(1))}, the federation's have ${tuple(wanted)}` +
         `${axes ? ` with axes=N${axes}` : ""}${swap}`,
@@ -103,7 +103,7 @@ function declaredIn(arrays, source) {
   const { shape, type, data } = entry;
   if (!shape.length && "iu".includes(type[0])) {
     if (data[0] >= 2 && data[0] <= 10_000) return Array.from({ length: data[0] }, (_, number) => String(number));
-    throw new DataError(`${source}: classes says that there are ${data[0]}; give their number, 2 to 10,000`);
+    throw new DataError(`${source}: classes is ${data[0]}; give the number of classes, 2 to 10,000`);
   }
   if (shape.length !== 1 || !"iuUS".includes(type[0]) || shape[0] < 2) {
     throw new DataError(
@@ -113,7 +113,7 @@ function declaredIn(arrays, source) {
   }
   const names = Array.from(data, (name) => String(name).trim());
   if (new Set(names).size === names.length && !names.includes("")) return names;
-  throw new DataError(`${source}: classes names one twice or has an empty name (${some(names)}); correct it`);
+  throw new DataError(`${source}: classes repeats a name or has an empty one (${some(names)}); correct it`);
 }
 
 /** The labels of `count` samples as names of classes. */

@@ -47,7 +47,7 @@ export function readRows(table, source, { preparation, targets, inputShape }) {
   if (roles.person !== null) {
     const empty = column(roles.person).indexOf("");
     if (empty >= 0) {
-      throw new DataError(`${here(empty, roles.person)}: it is not said who made the sample; add it, or remove the column`);
+      throw new DataError(`${here(empty, roles.person)}: the person is missing; add it, or remove the column`);
     }
   }
   return {
@@ -68,7 +68,7 @@ function assign(source, names, wanted, targets) {
   const free = [...names.keys()].filter((place) => place !== label && !chosen.includes(place));
   const person = personOf(source, names, free);
   const run = free.find((place) => names[place].toLowerCase() === RUN) ?? null;
-  if (person !== null) said.push(`the column ${names[person]} says who made a sample and is not a feature`);
+  if (person !== null) said.push(`the column ${names[person]} identifies people and is not a feature`);
   if (wanted.length) {
     const others = free.filter((place) => place !== person && place !== run);
     const further = others.map((place) => names[place] || "(without a name)");
@@ -104,7 +104,7 @@ function checkNames(source, names) {
 function placeOf(source, name, names, said) {
   const place = find(name, names);
   if (place < 0) throw new DataError(`${source}: has no column ${name}, which the federation uses; ${columnsOf(names)}`);
-  if (names[place] !== name) said.push(`the column '${names[place]}' was taken for the federation's '${name}'`);
+  if (names[place] !== name) said.push(`the column '${names[place]}' was used as the federation's '${name}'`);
   return place;
 }
 
@@ -159,7 +159,7 @@ function runsOf({ names }, roles, column) {
   const cells = column(roles.run), whole = cells.every(isInteger), name = names[roles.run];
   if (whole) {
     roles.features = roles.features.filter((place) => place !== roles.run);
-    roles.said.push(`the column ${name} says which recording a sample is of and is not a feature`);
+    roles.said.push(`the column ${name} identifies recordings and is not a feature`);
     return cells.map(Number);
   }
   if (!roles.features.includes(roles.run)) roles.said.push(`the column ${name} was left out`);
@@ -210,7 +210,7 @@ function indicesOf(cells, known, name, said) {
   const indices = cells.map((cell) => places.get(cell) ?? places.get(truth(cell)) ?? UNKNOWN);
   const unknown = new Map();
   const lost = cells.filter((cell, row) => indices[row] === UNKNOWN && isMissing(cell)).length;
-  if (lost) said.push(`column ${name}: no name in ${many(lost, "row")}, taken as none of the categories`);
+  if (lost) said.push(`column ${name}: no name in ${many(lost, "row")}, read as none of the categories`);
   cells.forEach((cell, row) => {
     if (indices[row] === UNKNOWN && !isMissing(cell)) unknown.set(cell, (unknown.get(cell) ?? 0) + 1);
   });

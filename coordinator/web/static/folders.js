@@ -104,13 +104,13 @@ function listed(files, wanted) {
     said.push(`${files} beside the folders of classes ${were(beside)} left out: ${counted(beside)}`);
   }
   if (ignored.length) {
-    const files = `${many(ignored.length, "file")} ${ignored.length === 1 ? "is" : "are"}`;
-    said.push(`${files} no pictures or sounds and left out: ${counted(ignored)}`);
+    const are = ignored.length === 1 ? "is not a picture or sound and was" : "are not pictures or sounds and were";
+    said.push(`${many(ignored.length, "file")} ${are} left out: ${counted(ignored)}`);
   }
   const inner = [...new Set(nested.map((each) => folder(each, above + 2)))];
   if (inner.length) said.push(`${many(inner.length, "folder")} within folders of classes left out: ${some(inner, 3)}`);
   const without = [...empty].map((path) => path.slice(source.length + 1));
-  if (without.length) said.push(`without a file that is read, so no class: ${some(without)}`);
+  if (without.length) said.push(`folders without readable files, not used as classes: ${some(without)}`);
   const hidden = all.filter((each) => !shown.includes(each));
   if (hidden.length) said.push(`${many(hidden.length, "hidden file")} ${were(hidden)} left out`);
   found.sort((one, other) => USES.indexOf(one.use) - USES.indexOf(other.use));
@@ -131,16 +131,16 @@ function partsOf(source, shown) {
   const others = tops.filter((top) => !parts.includes(top));
   if (others.length) {
     throw new DataError(
-      `${source}: ${some(parts)} holds folders of classes, but ${some(others)} stands beside it; the parts are called ` +
-        "train, val and test: rename or remove it",
+      `${source}: ${some(parts)} holds folders of classes, but ${some(others)} is beside it; name parts train, ` +
+        "val and test: rename or remove it",
     );
   }
   if (parts.some((part) => part.toLowerCase() === "train")) return parts;
-  throw new DataError(`${source}: has ${some(parts)}, but no train; add it, or choose one of them`);
+  throw new DataError(`${source}: has ${some(parts)}, but no train; add it, or rename one of them`);
 }
 
 const wantedIn = (source) =>
-  `a folder for each class is wanted, as in ${source}/CLASS/FILE, or ${source}/train/CLASS/FILE with val and test beside train`;
+  `give a folder for each class, as in ${source}/CLASS/FILE, or ${source}/train/CLASS/FILE with val and test beside train`;
 
 function nothingIn(source, shown) {
   const flat = shown.filter(({ path, names }) => names.length === 1 && mediumNamed(path)).length;
@@ -157,7 +157,7 @@ function checkMedium(source, found, wanted) {
   if (kinds.length > 1) {
     const inside = (path) => path.slice(source.length + 1);
     const examples = kinds.map((each) => `${many(each.length, each[0].medium)}, such as ${inside(each[0].path)}`);
-    throw new DataError(`${source}: holds ${examples.join(" and ")}; put them into folders of their own`);
+    throw new DataError(`${source}: holds ${examples.join(" and ")}; put them into separate folders`);
   }
   const [{ medium }] = found;
   if (medium === wanted) return;

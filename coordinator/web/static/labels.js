@@ -18,7 +18,7 @@ const NAMED = 12;
 export function classesIn(written, { known = [], at, decimal = ".", floats = false, said }) {
   const texts = written.map((text) => text.trim()), found = new Map();
   const blank = texts.findIndex((text, place) => text !== written[place]);
-  if (blank >= 0) said.push(`blanks around labels were left out: '${written[blank]}' was read as '${texts[blank]}'`);
+  if (blank >= 0) said.push(`blanks around labels were removed: '${written[blank]}' was read as '${texts[blank]}'`);
   texts.forEach((text, place) => found.has(text) || found.set(text, place));
   if (found.has("")) {
     const count = texts.filter((text) => !text).length.toLocaleString("en");
@@ -31,7 +31,8 @@ export function classesIn(written, { known = [], at, decimal = ".", floats = fal
   for (const [text, place] of found) {
     if (text.length > LONGEST || text.includes("\0")) {
       throw new DataError(
-        `${at(place)}: the label '${text.slice(0, 40)}'... is no name of a class, it has ${text.length} characters`,
+        `${at(place)}: the label '${text.slice(0, 40)}'... is not a class name: it has ${text.length} characters, ` +
+          `at most ${LONGEST} are allowed`,
       );
     }
     if (decimals) found.set(text, whole(text, values.get(text), known, () => at(place)));
@@ -45,7 +46,7 @@ export function classesIn(written, { known = [], at, decimal = ".", floats = fal
 function whole(text, value, known, here) {
   if (known.includes(text) || isMissing(text) || isInteger(text)) return text;
   if (Number.isInteger(value)) return String(BigInt(value));
-  throw new DataError(`${here()}: the label ${text} is a fraction, no class; the federation's labels are classes`);
+  throw new DataError(`${here()}: the label ${text} is a fraction, not a class; the federation's labels are classes`);
 }
 
 /**

@@ -13,7 +13,7 @@ const LARGEST_BYTES = 50_000_000;
  * full, and are black where nothing is seen. Throws DataError, naming the file.
  */
 export async function readPixels(file, raw) {
-  if (!file.size) throw new DataError(`${file.name}: is empty; copy the picture anew`);
+  if (!file.size) throw new DataError(`${file.name}: is empty; copy the picture again`);
   if (file.size > LARGEST_BYTES) {
     const [met, most] = [file.size, LARGEST_BYTES].map((size) => Math.round(size / 1e6));
     throw new DataError(`${file.name}: ${met} MB, at most ${most} MB are wanted; choose a smaller copy`);
@@ -21,7 +21,7 @@ export async function readPixels(file, raw) {
   const asStored = { imageOrientation: "from-image", premultiplyAlpha: "none", colorSpaceConversion: "none" };
   // Some browsers refuse words of the options that they do not know; upright is what they make of a picture then too.
   const picture = await createImageBitmap(file, asStored).catch(() => createImageBitmap(file)).catch(() => {
-    throw new DataError(`${file.name}: cannot be read as a picture; copy it anew, or save it as PNG, JPEG or WebP`);
+    throw new DataError(`${file.name}: cannot be read as a picture; copy it again, or save it as PNG, JPEG or WebP`);
   });
   try {
     const { width, height } = picture;

@@ -24,7 +24,7 @@ const VALIDATION = 0.15; // share of the rest
  */
 export function split(count, seed, runs = null) {
   const number = BigInt(seed);
-  if (number < 0n || number >= 2n ** 63n) throw new RangeError(`the seed is ${seed}; it must lie in 0..2^63-1`);
+  if (number < 0n || number >= 2n ** 63n) throw new RangeError(`seed is ${seed}; give an integer from 0 to 2^63-1`);
   const groups = new Map();
   for (let i = 0; i < count; i++) {
     const run = runs ? runs[i] : i;
@@ -34,7 +34,7 @@ export function split(count, seed, runs = null) {
   const members = [...groups].sort(([one], [other]) => one - other).map(([, places]) => places);
   if (members.length < 3) {
     const what = runs ? "unbroken recordings (run)" : "samples";
-    throw new DataError(`${members.length} ${what} cannot be split into training, validation and test; give at least 3`);
+    throw new DataError(`${members.length} ${what} cannot be split into training, validation and test; give 3 or more`);
   }
   const order = RandomState.of([Number(number & 0xffffffffn), Number(number >> 32n)]).permutation(members.length);
   const ends = [];
@@ -187,13 +187,13 @@ function inParts({ source, uses, label, each, said }, { targets, outputs, seed }
   return { ...parts, names, said: lineOf(source, parts, read) };
 }
 
-/** Return a remark on a file of several people, which is taken as this device's. */
-const several = (people) => (people > 1 ? [`it is of ${people} people, all taken as this device's`] : []);
+/** Return a remark on a file of several people, all used as this device's. */
+const several = (people) => (people > 1 ? [`it has ${people} people, all used as this device's`] : []);
 
 /** Return a remark on the spare outputs that took names of this file, if any did. */
 function taken(names, targets) {
   const own = names ? names.slice(targets.names.length).filter((name) => name) : [];
-  return own.length ? [`spare outputs were taken for ${listed(own)}, which the federation does not name`] : [];
+  return own.length ? [`spare outputs are used for ${listed(own)}, which the federation does not name`] : [];
 }
 
 /** One line about a file: samples, split, classes with counts, columns or shape, and what was left out. */
@@ -248,8 +248,8 @@ export class Batches {
 
   /** samples: { inputs, targets: Int32Array or Float32Array, count } with at least one sample. */
   constructor({ inputs, targets, count }, batchSize) {
-    if (count < 1) throw new DataError("there are no samples; give at least one");
-    if (!(batchSize >= 1)) throw new DataError(`the batch size is ${batchSize}; it must be at least 1`);
+    if (count < 1) throw new DataError("no samples; give at least one");
+    if (!(batchSize >= 1)) throw new DataError(`batch size ${batchSize}; give at least 1`);
     const values = targets instanceof Int32Array ? BigInt64Array.from(targets, BigInt) : targets;
     this.#samples = { inputs, targets: values, count };
     this.#batchSize = batchSize;

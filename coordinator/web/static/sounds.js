@@ -16,12 +16,12 @@ export async function readSound(file, raw) {
   const { name } = file, sound = await decode(file, raw.rate), { length, numberOfChannels: channels } = sound.decoded;
   const values = mono(sound.decoded), loudest = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
   if (!Number.isFinite(loudest)) {
-    throw new DataError(`${name}: has samples that are infinite or not a number; write it anew`);
+    throw new DataError(`${name}: has samples that are infinite or not a number; write it again`);
   }
   if (loudest > LOUDEST) throw new DataError(`${name}: has samples up to ${loudest}, beyond 1; scale them to -1 to 1`);
   const promised = sound.header && (sound.header.frames * raw.rate) / sound.header.rate;
   if (length + 2 < promised) {
-    throw new DataError(`${name}: is truncated, it ends after ${(length / raw.rate).toPrecision(3)} s; copy it anew`);
+    throw new DataError(`${name}: is truncated, it ends after ${(length / raw.rate).toPrecision(3)} s; copy it again`);
   }
   checkLength(name, length, raw);
   return {
@@ -39,7 +39,7 @@ export async function readRecording(file, raw) {
 const clipped = (values) => values.map((value) => Math.max(-1, Math.min(1, value)));
 
 async function decode(file, rate) {
-  if (!file.size) throw new DataError(`${file.name}: is empty; copy the sound anew`);
+  if (!file.size) throw new DataError(`${file.name}: is empty; copy the sound again`);
   if (file.size > LARGEST_BYTES) {
     const [met, most] = [file.size, LARGEST_BYTES].map((size) => Math.round(size / 1e6));
     throw new DataError(`${file.name}: ${met} MB, at most ${most} MB are wanted; cut it`);
@@ -52,7 +52,7 @@ async function decode(file, rate) {
     throw new DataError(`this browser cannot read sounds at ${rate} samples per second; use another one`);
   }
   const decoded = await context.decodeAudioData(content).catch(() => {
-    throw new DataError(`${file.name}: cannot be read as a sound; copy it anew, or save it as WAV, FLAC, OGG or MP3`);
+    throw new DataError(`${file.name}: cannot be read as a sound; copy it again, or save it as WAV, FLAC, OGG or MP3`);
   });
   return { decoded, header };
 }

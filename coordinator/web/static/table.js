@@ -99,7 +99,7 @@ function checkHeader(source, names, rows) {
   const given = names.filter(Boolean);
   if (given.length && given.every((name) => number(name) !== null || isDecimal(name, ","))) {
     throw new DataError(
-      `${source}: the first line holds numbers (${given.slice(0, 4).join(", ")}); write a first line with the columns' names`,
+      `${source}: the first line holds numbers (${given.slice(0, 4).join(", ")}); add a first line with the columns' names`,
     );
   }
   if (names.length === 1 && names[0].includes(" ")) {
