@@ -19,6 +19,8 @@ needs each hook; docs/architecture.md, "Hooks into the server", has their costs.
                                     test_an_answer_to_one_of_many_requests_at_once_ends_with_its_connection
     timeout_keep_alive_task         a connection answered before the end of its body ends as well:
                                     test_who_sends_on_what_was_answered_is_disconnected
+    timeout_keep_alive_handler      a request that arrives during a pause of the process is answered:
+                                    test_a_request_that_came_while_the_coordinator_stood_still_is_answered
     ws_protocol_class               an upgrade would leave the limits: test_heads_without_end_are_refused
 """
 
@@ -59,6 +61,8 @@ HEAD_BYTES = 32 * 1024
 """All headers and trailers of a request."""
 HEADERS = 100
 URL_BYTES = 8 * 1024
+LAST_LOOK_SECONDS = 0.001
+"""From the end of an idle connection's time to its close: one turn of the event loop, in which it reads."""
 PIPELINED = 1
 """Requests of a connection that may wait for an earlier answer."""
 
@@ -415,6 +419,15 @@ class LimitedConnection(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection after the event loop has read what arrived on it.
+
+        After a pause of the process or the machine, an event loop looks at its timers before it reads. A request that
+        arrived meanwhile would be answered by a reset.
+        """
+        close = super().timeout_keep_alive_handler
+        self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_SECONDS, close)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Note which request is being answered: uvicorn's ``cycle`` is the latest request."""
