@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -196,11 +197,12 @@ def test_the_example_of_adapters_runs(tmp_path):
     pytest.importorskip("peft", reason="the extra adapters is not installed")
     write_text(tmp_path / "text.npz")
     script = Path(__file__).parents[2] / "examples" / "adapters.py"
+    found = [str(script.parent), str(script.parents[1])]
     declared = "from benchmarks.zoo import torchvision; torchvision(); import runpy, sys; "
     done = subprocess.run(
         [sys.executable, "-c", f"{declared}sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')",
          str(script), str(tmp_path / "text.npz")],
-        cwd=tmp_path, env=environment(COORDINATOR_DATA_DIR=str(tmp_path / "data"), PYTHONPATH=str(script.parent)),
+        cwd=tmp_path, env=environment(COORDINATOR_DATA_DIR=str(tmp_path / "data"), PYTHONPATH=os.pathsep.join(found)),
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
