@@ -23,10 +23,15 @@ from .middleware.authentication import Identity
 bearer = HTTPBearer(auto_error=False)
 
 
-async def get_coordinator(request: Request) -> Coordinator:
-    """Return the coordinator that this application runs."""
+def coordinator_of(request: Request) -> Coordinator:
+    """Return the coordinator that the call's application runs."""
     coordinator: Coordinator = request.app.state.coordinator
     return coordinator
+
+
+async def get_coordinator(request: Request) -> Coordinator:
+    """Return ``coordinator_of`` a call, as a dependency; a function that is not async would cost a thread."""
+    return coordinator_of(request)
 
 
 async def get_identity(request: Request, _: Annotated[object, Depends(bearer)]) -> Identity:
@@ -39,8 +44,10 @@ TheCoordinator = Annotated[Coordinator, Depends(get_coordinator)]
 TheIdentity = Annotated[Identity, Depends(get_identity)]
 
 
-async def known_device(identity: TheIdentity) -> Caller:
+async def known_device(request: Request, _: Annotated[object, Depends(bearer)]) -> Caller:
     """Return the calling device. Raises NotAuthenticated."""
+    # Without a dependency of its own: FastAPI resolves each anew, and devices call most often.
+    identity: Identity = request.state.identity
     if isinstance(identity.caller, Caller):
         return identity.caller
     if identity.failure is None and identity.caller is None:

@@ -15,7 +15,7 @@ import logging
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from sparrow.protocol import bundle
@@ -29,7 +29,7 @@ from ..fleet.devices import Caller
 from ..models.payloads import Packed
 from ..reports.metrics import counted_refusals
 from ..rounds.dispatch import Ask
-from .access import KnownDevice, TheCoordinator
+from .access import KnownDevice, coordinator_of
 
 log = logging.getLogger(__name__)
 # Compressing these frequent answers would cost the coordinator more than the network saves.
@@ -40,21 +40,10 @@ LARGEST_BROUGHT = 256 * 1024
 JSON = "application/json"
 
 
-class Holding(BaseModel):
-    """Query: the mask and model that a device holds."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    mask: Digest | None = Field(default=None, description="Digest of the mask that the device holds")
-    model: Digest | None = Field(default=None, description="SHA-256 of the global model that the device holds")
-
-
-class Asking(Holding):
-    """Query of a device that asks for work."""
-
-    wait: float = Field(default=0.0, ge=0, le=600, description="Longest wait for work, s")
-
-
+# Single parameters: FastAPI reads them with less work than a model of them.
+HeldMask = Annotated[Digest | None, Query(description="Digest of the mask that the device holds")]
+HeldModel = Annotated[Digest | None, Query(description="SHA-256 of the global model that the device holds")]
+Wait = Annotated[float, Query(ge=0, le=600, description="Longest wait for work, s")]
 Cost = Annotated[str | None, Header(alias="Sparrow-Upload-Cost", max_length=2000)]
 WITH_PAYLOAD = {
     "description": "One line of JSON, and the bytes of the payload",
@@ -74,23 +63,25 @@ BODIES = {
 async def get_assignment(
     name: str,
     device: KnownDevice,
-    coordinator: TheCoordinator,
     request: Request,
-    asking: Annotated[Asking, Query()],
+    mask: HeldMask = None,
+    model: HeldModel = None,
+    wait: Wait = 0.0,
     upload_cost: Cost = None,
 ) -> Response:
     """Ask for work; wait up to ``wait`` seconds (long poll) or until this device asks again.
 
     A caller that accepts it gets a small payload as well: one line of JSON, then the payload's bytes.
     """
+    coordinator = coordinator_of(request)
     if name != device.federation:
         raise NotAllowed(f"this device is not enrolled in {name}; enrol it there first")
     _note_upload_cost(coordinator, device.device_id, upload_cost)
     loop = asyncio.get_running_loop()
-    until = loop.time() + min(asking.wait, coordinator.settings.max_wait_seconds)
+    until = loop.time() + min(wait, coordinator.settings.max_wait_seconds)
     renew = _renewal(coordinator, device)
-    known = coordinator.found_nothing.holds(device.device_id, coordinator.moved.count, (asking.mask, asking.model))
-    ask = Ask(device.device_id, asking.mask, asking.model, first=not known)
+    known = coordinator.found_nothing.holds(device.device_id, coordinator.moved.count, (mask, model))
+    ask = Ask(device.device_id, mask, model, first=not known)
     with coordinator.polls.newest(device.device_id, request.receive) as poll:
         while True:
             moved = coordinator.moved.next()
@@ -102,7 +93,7 @@ async def get_assignment(
                 if work.assignment is not None:
                     text = work.assignment.model_dump_json()
                     return _answer(request, coordinator, device, 200, text, work.payload, renew)
-                ask = Ask(device.device_id, asking.mask, asking.model, first=False)
+                ask = Ask(device.device_id, mask, model, first=False)
             known = False
             remaining = until - loop.time()
             if remaining <= 0 or coordinator.stopping.is_set() or poll.over:
@@ -114,10 +105,9 @@ async def get_assignment(
 
 
 @router.get("/assignments/{assignment_id}/payload")
-async def get_payload(
-    assignment_id: str, device: KnownDevice, coordinator: TheCoordinator, request: Request
-) -> Response:
+async def get_payload(assignment_id: str, device: KnownDevice, request: Request) -> Response:
     """Return the assignment's bundle; a range resumes a broken download."""
+    coordinator = coordinator_of(request)
     packed = await coordinator.fetching.run((assignment_id, device.device_id))
     answer = ranged(request, packed.body, bundle.MEDIA_TYPE, packed.sha256)
     coordinator.metrics.traffic.labels(device.federation, "down").inc(len(answer.body))
@@ -134,9 +124,9 @@ async def get_payload(
 async def put_update(
     assignment_id: str,
     device: KnownDevice,
-    coordinator: TheCoordinator,
     request: Request,
-    holding: Annotated[Holding, Query()],
+    mask: HeldMask = None,
+    model: HeldModel = None,
     upload_cost: Cost = None,
 ) -> Response:
     """Send an update: a bundle for ``train``, JSON for other kinds; with ``Content-Range``, the rest of a broken
@@ -144,10 +134,11 @@ async def put_update(
 
     A caller that accepts it gets its next work, if there is any, as from ``get_assignment``.
     """
+    coordinator = coordinator_of(request)
     _note_upload_cost(coordinator, device.device_id, upload_cost)
     media_type = request.headers.get("content-type", "").split(";")[0].strip()
     goes_on = _accepts_work(request)
-    ask = Ask(device.device_id, holding.mask, holding.model) if goes_on else None
+    ask = Ask(device.device_id, mask, model) if goes_on else None
     seen = coordinator.moved.count
     with counted_refusals(coordinator.metrics.refused, device.federation):
         taken = await coordinator.uploads.receive(request, assignment_id, device.device_id, media_type, ask)
@@ -159,7 +150,7 @@ async def put_update(
     asked = taken.asked
     if asked is None or asked.assignment is None:
         if asked is not None:
-            coordinator.found_nothing.note(device.device_id, seen, (holding.mask, holding.model))
+            coordinator.found_nothing.note(device.device_id, seen, (mask, model))
         text = UpdateAccepted(new=taken.new).model_dump_json(exclude_none=True)
         return Response(text, status, media_type=JSON, headers=_renewal(coordinator, device) if goes_on else None)
     text = UpdateAccepted(new=taken.new, next=asked.assignment).model_dump_json()
