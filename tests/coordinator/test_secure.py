@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,7 +50,7 @@ class SecureDevice:
     name: str
     budget: float = 1.0
     examples: int = 10
-    identity: bytes = field(default_factory=pads.new_identity)
+    identity: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     kept: secure.RoundSecrets | None = None
     base: str = "the same model"
     manifest: Manifest = DIGITS
@@ -521,7 +522,7 @@ def test_shares_of_others_than_was_asked_for_are_refused(begin):
 
 def test_an_identity_key_never_changes(begin):
     _, devices = begin()
-    devices[0].identity = pads.new_identity()
+    devices[0].identity = secrets.token_bytes(32)
     with pytest.raises(NameTaken, match="enrolled with another identity key"):
         devices[0].enrol()
 

@@ -114,11 +114,6 @@ def unseal(key: bytes, sealed: bytes, about: str, writer: str) -> bytes:
         raise BadSecret(f"the shares from {writer} were changed on the way") from None
 
 
-def new_identity() -> bytes:
-    """Return a new identity key (Ed25519), 32 bytes, which stays on its device."""
-    return Ed25519PrivateKey.generate().private_bytes_raw()
-
-
 def public_identity(identity: bytes) -> bytes:
     """Return the public half of an identity key."""
     return Ed25519PrivateKey.from_private_bytes(identity).public_key().public_bytes_raw()
