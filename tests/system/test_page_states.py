@@ -147,6 +147,12 @@ def test_the_first_screen_answers_five_questions_while_a_federation_runs(
     page.get_by_label("Compare with").select_option("alone")
     compared = page.get_by_role("figure", name="Accuracy", exact=True)
     expect(compared).to_contain_text("alone: personal mean")
+    compared.get_by_text("As a table").click()
+    first_round = compared.get_by_role("row").filter(has=page.get_by_role("cell", name="1", exact=True)).locator("td")
+    # The own curves stay at rounds that both federations have.
+    for column in (1, 4):
+        expect(first_round.nth(column)).to_contain_text("%")
+    compared.get_by_text("As a table").click()
     page.locator("#devices tbody th button").first.click()
     history = page.get_by_role("dialog")
     for what in ("Accuracy", "Loss", "Seconds", "Bytes", "Joules"):

@@ -62,8 +62,10 @@ function drawCharts(rounds) {
 /** The points of two federations as one series: of rounds that only the other has, there is ``other`` alone. */
 function beside(rounds, theirs) {
   const found = new Map(rounds.map((point) => [point.round, { ...point }]));
-  for (const point of theirs)
-    found.set(point.round, { alone: true, first: point.first, round: point.round, ...found.get(point.round), other: point });
+  for (const point of theirs) {
+    const ours = found.get(point.round) ?? { alone: true, first: point.first, round: point.round };
+    found.set(point.round, { ...ours, other: point });
+  }
   return [...found.values()].sort((one, other) => one.round - other.round);
 }
 
