@@ -44,6 +44,7 @@ from .reports.metrics import Metrics
 from .reports.open_work import OpenAssignments
 from .reports.overview import Overviews
 from .reports.records import Records
+from .reports.timeline import Timeline
 from .rounds.acceptance import Acceptance
 from .rounds.cleanup import clear_all
 from .rounds.costs import UploadCosts
@@ -165,6 +166,7 @@ class Coordinator:
         self.stopping = threading.Event()
         self.page_steps = Steps(self.stopping)
         self.device_lists = DeviceLists(self.store, clock, lambda: self.polling.longest() + self.last_seen.lag)
+        self.timeline = Timeline(self.store)
         self.overviews = Overviews(
             self.store,
             self.models,

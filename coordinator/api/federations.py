@@ -7,14 +7,17 @@ import csv
 import hashlib
 import io
 import json
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
 from sparrow.protocol import checkpoint
+from sparrow.protocol.events import Event, EventKind, Events
 from sparrow.protocol.manifest import GraphName, Values
 from sparrow.protocol.messages import (
     ChangeFederation,
@@ -37,6 +40,8 @@ from ..calls.bodies import LARGEST_REQUEST, ranged, read_body
 from ..calls.signals import LongPoll
 from ..errors import WrongMediaType, callers_data
 from ..fleet.checks import completed
+from ..reports.timeline import EventQuery
+from ..storage.events import MOST_EVENTS
 from ..web import links
 from ..web.steps import check_ratio
 from .access import (
@@ -148,7 +153,7 @@ def get_rounds(
 ) -> list[RoundRecord] | Response:
     """Return one record per round, as JSON or CSV."""
     records = coordinator.records.rounds(name)
-    return records if format == "json" else Response(_csv(records), media_type="text/csv")
+    return records if format == "json" else Response(_csv(RoundRecord, records), media_type="text/csv")
 
 
 @router.get("/{name}/rounds/{number}/reports", dependencies=[ObserverOnly])
@@ -185,9 +190,9 @@ async def get_open_work(
         poll.end()
 
 
-def _csv(records: list[RoundRecord]) -> str:
+def _csv(form: type[BaseModel], records: Sequence[BaseModel]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(RoundRecord.model_fields))
+    writer = csv.DictWriter(text, list(form.model_fields))
     writer.writeheader()
     for record in records:
         row = record.model_dump(mode="json")
@@ -221,6 +226,22 @@ async def get_events(name: str, coordinator: TheCoordinator, request: Request) -
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store", **(HEADERS if packs else {})},
     )
+
+
+@router.get("/{name}/timeline", dependencies=[ObserverOnly], response_model=Events)
+def get_timeline(
+    name: str,
+    coordinator: TheCoordinator,
+    device: Annotated[str | None, Query(max_length=64, description="Name of one device")] = None,
+    kinds: Annotated[list[EventKind] | None, Query(alias="kind", description="All kinds if omitted")] = None,
+    before: Annotated[int | None, Query(ge=0, le=2**53, description="Only older ones than this id")] = None,
+    after: Annotated[int | None, Query(ge=0, le=2**53, description="Only newer ones than this id")] = None,
+    limit: Annotated[int, Query(ge=1, le=MOST_EVENTS)] = MOST_EVENTS,
+    format: Literal["json", "csv"] = "json",
+) -> Events | Response:
+    """Return events of the federation and its devices, the newest first, as JSON or CSV."""
+    found = coordinator.timeline.look(name, EventQuery(device, tuple(kinds or ()), before, after, limit))
+    return found if format == "json" else Response(_csv(Event, found.events), media_type="text/csv")
 
 
 @router.post("/{name}/join-link", dependencies=[ObserverOnly])

@@ -8,11 +8,13 @@ import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sqlalchemy import bindparam, or_, select, update
 from sqlalchemy.orm import Session
 
+from sparrow.protocol.events import EventKind
 from sparrow.protocol.failures import in_words
 from sparrow.protocol.messages import ChangeDevice, Enrol, Enrolled, NewToken, PauseReason
 
@@ -27,6 +29,7 @@ from ..errors import (
 from ..methods import load_method
 from ..rounds.assignments import note_failure, rests, touch
 from ..rounds.candidates import reaches, smallest_budget
+from ..storage import events
 from ..storage.store import Store
 from ..storage.tables import Assignment, DeletedDevice, Device, Federation
 from .access import (
@@ -103,6 +106,7 @@ class Devices:
                     f"{request.name} is enrolled with another identity key: its state was lost or is a copy; let an "
                     f"admin revoke it, or choose another --device-name"
                 )
+            joins = device is None
             if device is None:
                 if token_id is not None:
                     spend(db, token_id, now)
@@ -130,6 +134,8 @@ class Devices:
             device.limited_by = request.limited_by.value if request.limited_by else None
             device.hosted = request.hosted
             device.seen_at = now
+            if joins:
+                events.record(db, federation.id, EventKind.joined, now, device=request.name)
             return Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
 
     def known_caller(self, token: str) -> Caller | None:
@@ -221,6 +227,8 @@ class Devices:
             device = db.get(Device, device_id)
             if device is None:
                 raise NotFound("this device does not exist; GET /v1/federations/NAME/devices lists all")
+            now = self._clock()
+            record = partial(events.record, db, device.federation_id, now=now, device=device.name)
             if request.budget is not None:
                 device.budget = request.budget
                 device.limited_by = request.limited_by.value if request.limited_by else None
@@ -238,6 +246,7 @@ class Devices:
                     _change_open(db, device_id, full=True)
                     _forgive_adapting(db, device_id)
             if request.conditions is not None:
+                paused_before = device.paused
                 device.present = request.conditions.available
                 # A device cannot end its own rest.
                 if not rests(device, self._clock()):
@@ -248,11 +257,17 @@ class Devices:
                     device.paused = reason.value if isinstance(reason, PauseReason) else None
                     given = device.paused or reason or "no reason given"
                     log.info("%s leaves: %s", device.name, in_words(given))
+                    if device.paused not in (None, paused_before):
+                        record(EventKind.paused, detail=device.paused)
                     left = _take_back(db, device_id, given)
                     if reason is not None and device.paused is None:
-                        note_failure(device, left, given, self._clock())
+                        note_failure(db, device, left, given, self._clock())
+                elif paused_before is not None:
+                    record(EventKind.resumed)
             if request.revoked:
                 revoked = device.token_sha256
+                if device.status != "revoked":
+                    record(EventKind.removed)
                 revoke(db, device)
         self._forget(revoked)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from sparrow.protocol import values
+from sparrow.protocol.events import EventKind
 from sparrow.protocol.messages import (
     ChangeFederation,
     FederationInfo,
@@ -32,12 +34,14 @@ from ..rounds.assignments import extend_deadlines, forget_adapted
 from ..rounds.candidates import what_is_missing, why_over
 from ..rounds.cleanup import clear_deleted
 from ..rounds.privacy import spent
+from ..storage import events
 from ..storage.store import Store
 from ..storage.tables import (
     Assignment,
     DeletedDevice,
     DeletedFederation,
     Device,
+    Event,
     Federation,
     Model,
     Round,
@@ -66,6 +70,8 @@ class Federations:
             # Raises Unreadable.
             settings_of(federation)
             changed = request.model_dump(exclude={"action", "model_version"}, exclude_none=True)
+            before = federation.settings
+            now = self._clock()
             federation.settings = {**federation.settings, **changed}
             try:
                 settings = FederationSettings.model_validate(federation.settings)
@@ -76,12 +82,14 @@ class Federations:
             if changed:
                 check_settings(load_method(federation.method), self._models.manifest(federation), settings)
                 publications.check_changed(db, federation, settings)
+            if detail := _differences(before, changed):
+                events.record(db, federation.id, EventKind.settings_changed, now, detail=detail)
             if (request.action == "rollback") != (request.model_version is not None):
                 raise BadContent("model_version: give it with the action rollback only")
             if request.model_version is not None:
-                rollback.ask(db, federation, self._models, request.model_version)
+                rollback.ask(db, federation, self._models, request.model_version, now)
             elif request.action is not None:
-                _act(federation, request.action)
+                events.record(db, federation.id, _act(federation, request.action), now)
             over = why_over(db, federation) if request.action == "reopen" else None
             if over:
                 remedy = {
@@ -92,7 +100,7 @@ class Federations:
             if request.action == "reopen":
                 forget_adapted(db, federation)
             if request.action == "resume":
-                extend_deadlines(db, federation, self._clock())
+                extend_deadlines(db, federation, now)
         return self.get(name)
 
     def delete(self, name: str) -> None:
@@ -116,7 +124,7 @@ class Federations:
                     Device.federation_id == federation.id, token.is_not(None)
                 )
                 db.execute(insert(DeletedDevice).from_select(["token_sha256", "federation_id"], known))
-            for table in (Assignment, Round, Device, Model):
+            for table in (Assignment, Round, Device, Model, Event):
                 db.execute(delete(table).where(table.federation_id == federation.id))
             its_own = update(Token).where(Token.federation_id == federation.id)
             db.execute(its_own.values(federation_id=None, revoked_at=func.coalesce(Token.revoked_at, now)))
@@ -205,21 +213,29 @@ def find(db: Session, name: str) -> Federation:
 
 @dataclass(frozen=True)
 class _Action:
-    """An operator's action. allowed: statuses in which it is possible. following: next status; None for active."""
+    """An operator's action, and the event that it is.
+
+    allowed: statuses in which it is possible. following: next status; None for active.
+    """
 
     allowed: frozenset[str]
     following: str | None
+    event: EventKind
 
 
 _ACTIONS = {
-    "pause": _Action(frozenset({"waiting", "running"}), "paused"),
-    "resume": _Action(frozenset({"paused"}), None),
-    "stop": _Action(frozenset({"waiting", "running", "paused"}), "stopped"),
-    "reopen": _Action(frozenset({"finished", "stopped"}), None),
+    "pause": _Action(frozenset({"waiting", "running"}), "paused", EventKind.paused),
+    "resume": _Action(frozenset({"paused"}), None, EventKind.resumed),
+    "stop": _Action(frozenset({"waiting", "running", "paused"}), "stopped", EventKind.stopped),
+    "reopen": _Action(frozenset({"finished", "stopped"}), None, EventKind.reopened),
 }
 
 
-def _act(federation: Federation, action: str) -> None:
+def _differences(before: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
+    return "; ".join(f"{name}: {before[name]} to {to}" for name, to in changed.items() if before.get(name) != to)
+
+
+def _act(federation: Federation, action: str) -> EventKind:
     """Carry out an operator's action. Raises WrongState."""
     taken = _ACTIONS[action]
     if federation.status not in taken.allowed:
@@ -231,3 +247,4 @@ def _act(federation: Federation, action: str) -> None:
     if action == "reopen":
         federation.reason = None
         federation.finished_at = None
+    return taken.event

@@ -18,6 +18,7 @@ from sparrow.command_line.nearest import nearest
 from sparrow.protocol import checkpoint, values
 from sparrow.protocol.auto import chosen
 from sparrow.protocol.builtin import BuiltinTask, builtin_tasks, load_builtin
+from sparrow.protocol.events import EventKind
 from sparrow.protocol.manifest import (
     MAX_GRAPH,
     MAX_MANIFEST,
@@ -52,6 +53,7 @@ from ..models.global_models import Models, carry_out_replacement, record_publica
 from ..rounds.assignments import open_round
 from ..rounds.cleanup import clear_deleted
 from ..rounds.intake import fault_of_model
+from ..storage import events
 from ..storage.store import Store
 from ..storage.tables import (
     DeletedFederation,
@@ -163,8 +165,8 @@ class Publisher:
                 now.replacement_publication = signed.model_dump_json()
             if now.published is not None:
                 now.published = {**now.published, "model_digest": published.model_digest}
-            if open_round(db, now) is None:
-                carry_out_replacement(now)
+            if open_round(db, now) is None and carry_out_replacement(now):
+                events.record(db, now.id, EventKind.model_replaced, self._clock())
         # Again: before the records named the files, a cleanup may have removed them.
         self._models.add_files(federation.id, manifest, graphs)
         return self._federations.get(name)
@@ -292,6 +294,7 @@ class Publisher:
             db.add(federation)
             db.flush()
             self._models.record(db, federation_id, files)
+            events.record(db, federation_id, EventKind.created, federation.created_at)
         self._models.remember(federation_id, files)
         return self._federations.get(request.name)
 

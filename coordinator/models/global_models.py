@@ -476,16 +476,18 @@ def record_publication(federation: Federation, published: Published) -> None:
     federation.publication_sha256 = published.publication.digest
 
 
-def carry_out_replacement(federation: Federation) -> None:
-    """Replace the manifest by the waiting new version, between rounds."""
-    if federation.replacement is not None:
-        federation.manifest = federation.replacement
-        federation.replacement = None
-        federation.replacements += 1
-        if federation.replacement_publication is not None:
-            record_publication(federation, Published.model_validate_json(federation.replacement_publication))
-            federation.replacement_publication = None
-        log.warning("%s: replaced the graphs of its model", federation.name)
+def carry_out_replacement(federation: Federation) -> bool:
+    """Replace the manifest by the waiting new version, if any, between rounds; return whether there was one."""
+    if federation.replacement is None:
+        return False
+    federation.manifest = federation.replacement
+    federation.replacement = None
+    federation.replacements += 1
+    if federation.replacement_publication is not None:
+        record_publication(federation, Published.model_validate_json(federation.replacement_publication))
+        federation.replacement_publication = None
+    log.warning("%s: replaced the graphs of its model", federation.name)
+    return True
 
 
 def _version_in(key: str) -> int:

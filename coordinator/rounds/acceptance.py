@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +24,7 @@ from sqlalchemy.orm import Session
 from sparrow.protocol import bundle
 from sparrow.protocol import messages as wire
 from sparrow.protocol.elements import ElementMask
+from sparrow.protocol.events import EventKind
 from sparrow.protocol.masks import Mask, NeuronMask, count_values
 from sparrow.protocol.parts import expected
 
@@ -38,6 +39,7 @@ from ..errors import (
 )
 from ..methods import Situation, load_method
 from ..models.global_models import Models, settings_of
+from ..storage import events
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation
 from .assignments import (
@@ -209,7 +211,7 @@ class Acceptance:
             rest = f"it gets no work for {REST_MINUTES} minutes"
             assignment.status = "returned"
             assignment.return_reason = "update-refused"
-            note_failure(device, assignment, f"{device.refusals} updates in a row were refused; {rest}", now)
+            note_failure(db, device, assignment, f"{device.refusals} updates in a row were refused; {rest}", now)
             device.rest_until = now + 60 * REST_MINUTES
             touch(db, federation.id, assignment.round)
             name = device.name
@@ -261,6 +263,8 @@ class Acceptance:
                 return not self._settled(owned(db, assignment_id, device_id)[0], digest)
             if changed:
                 db.execute(update(Device).where(Device.id == device_id).values(**changed))
+            for kind in _events_of(changed):
+                events.record(db, federation.id, kind, self._clock(), device=device.name)
             if buffered:
                 number_arrival(db, federation.id, assignment_id)
             # Updates belong to an open round, which has no cached record.
@@ -396,6 +400,14 @@ def _changes_of(federation: Federation, device: Device, assignment: Assignment, 
     if isinstance(report, wire.Receipt) and (judged := report.personal or report.global_model) is not None:
         changed["accuracy"] = judged.accuracy
     return changed
+
+
+def _events_of(changed: Mapping[str, Any]) -> Iterable[EventKind]:
+    """Yield the events of a device whose record changes."""
+    if changed.get("failure", ...) is None:
+        yield EventKind.recovered
+    if changed.get("status") == "stopped":
+        yield EventKind.stopped
 
 
 def _mends(assignment: Assignment, failure: dict[str, Any]) -> bool:

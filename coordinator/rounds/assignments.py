@@ -13,11 +13,13 @@ from typing import NamedTuple
 from sqlalchemy import and_, bindparam, select, update
 from sqlalchemy.orm import Session
 
+from sparrow.protocol.events import EventKind
 from sparrow.protocol.messages import JUDGING, Kind
 
 from ..errors import FederationDeleted, NotAllowed, NotFound
 from ..methods import load_method
 from ..models.global_models import settings_of
+from ..storage import events
 from ..storage.tables import Assignment, Device, Federation, Round
 
 COHORT_KINDS = (Kind.train.value, Kind.personalise.value, Kind.prepare.value)
@@ -88,8 +90,13 @@ def rests(device: Device, now: float) -> bool:
     return device.refusals >= MOST_REFUSALS and device.rest_until > now
 
 
-def note_failure(device: Device, assignment: Assignment | None, reason: str, now: float) -> None:
-    """Record the reason of a device's failed work, for operators."""
+def note_failure(db: Session, device: Device, assignment: Assignment | None, reason: str, now: float) -> None:
+    """Record the reason of a device's failed work, for operators.
+
+    A failure that lasts is one event.
+    """
+    if device.failure is None or device.failure["reason"] != reason:
+        events.record(db, device.federation_id, EventKind.failed, now, device=device.name, detail=reason)
     device.failure = {
         "reason": reason,
         "round": assignment.round if assignment is not None else None,

@@ -16,8 +16,11 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from sparrow.protocol.events import EventKind
+
 from ..methods import GlobalModel, load_method
 from ..models.global_models import ModelFiles, Models, carry_out_replacement, settings_of
+from ..storage import events
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation, Round
 from .assignments import open_round, update_folder
@@ -187,8 +190,9 @@ class Closing:
                     "the model has not been prepared yet: the device that was asked did not answer in time, or handed "
                     "back; another one, or the same, is asked again. Where preparing takes long, raise deadline_seconds"
                 )
-            carry_out(db, federation)
-            carry_out_replacement(federation)
+            carry_out(db, federation, now)
+            if carry_out_replacement(federation):
+                events.record(db, federation.id, EventKind.model_replaced, now)
             if federation.status == "running":
                 evaluate_in_between(db, federation, before, now)
             self._models.drop_old(db, federation, models_in_use(db, federation))

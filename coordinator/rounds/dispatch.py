@@ -10,6 +10,7 @@ from sqlalchemy import literal_column, select, update
 from sqlalchemy.orm import Session
 
 from sparrow.protocol import messages as wire
+from sparrow.protocol.events import EventKind
 from sparrow.protocol.failures import in_words
 from sparrow.protocol.secure.messages import SecureWork
 
@@ -18,6 +19,7 @@ from ..errors import FederationDeleted, Finished, NotFound, RoundClosed
 from ..methods import Situation, load_method, sends_values
 from ..models.global_models import Models, settings_of
 from ..models.payloads import Packed
+from ..storage import events
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation
 from .assignments import assign, missed_work, note_failure, oldest_open, owned, rests, touch
@@ -121,6 +123,8 @@ class Dispatch:
             holds = {"mask": ask.mask, "model": ask.model, "paused": None}
             with self._store.writing() as db:
                 db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now, **holds))
+                if device.paused is not None:
+                    events.record(db, federation.id, EventKind.resumed, now, device=device.name)
                 device = db.get_one(Device, device_id)
         if federation.status == wire.FederationStatus.paused:
             return Asked(None, was_away=away)
@@ -181,8 +185,9 @@ class Dispatch:
             if isinstance(reason, wire.PauseReason):
                 device.present = False
                 device.paused = text
+                events.record(db, federation.id, EventKind.paused, self._clock(), device=device.name, detail=text)
             else:
-                note_failure(device, assignment, text, self._clock())
+                note_failure(db, device, assignment, text, self._clock())
                 device.rest_until = self._clock() + REST_SECONDS
             touch(db, federation.id, assignment.round)
             log.info(

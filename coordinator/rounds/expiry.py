@@ -79,7 +79,7 @@ class Expiry:
                         late = assignment.deadline_at <= now
                         device.present = False
                         why = "it missed the deadline" if late else "it was silent for too long"
-                        note_failure(device, assignment, why, now)
+                        note_failure(db, device, assignment, why, now)
 
     def withdraw_silent(self, federation: Federation, current: Round | None) -> bool:
         """Close the awaited work of devices that were silent for ``silence_seconds``; return whether there was any.

@@ -11,11 +11,13 @@ from enum import Enum
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
+from sparrow.protocol.events import EventKind
 from sparrow.protocol.messages import Kind
 from sparrow.protocol.settings import FederationSettings
 
 from ..methods import Work, load_method
 from ..models.global_models import Models, settings_of
+from ..storage import events
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation, Round
 from .assignments import (
@@ -68,6 +70,7 @@ class Opening:
             if federation.status != "waiting" or (enrolled or 0) < settings_of(federation).min_devices:
                 return False
             federation.status = "running"
+            events.record(db, federation.id, EventKind.started, self._clock())
             log.info("%s: %s devices enrolled, starts", federation.name, enrolled)
             return True
 
@@ -220,6 +223,7 @@ class Opening:
         federation.status = "finished"
         federation.reason = reason
         federation.finished_at = self._clock()
+        events.record(db, federation.id, EventKind.finished, federation.finished_at, detail=reason)
         log.info("%s: finished after %s rounds (%s)", federation.name, federation.round, reason)
         return True
 

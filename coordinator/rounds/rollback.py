@@ -15,11 +15,13 @@ import logging
 from sqlalchemy import bindparam, func, select, update
 from sqlalchemy.orm import Session
 
+from sparrow.protocol.events import EventKind
 from sparrow.protocol.messages import ModelInfo
 
 from ..errors import NotFound, WrongState
 from ..methods import Situation, load_method
 from ..models.global_models import Models, settings_of
+from ..storage import events
 from ..storage.tables import Federation, Model, Round
 from .assignments import open_round
 
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 _NEWEST = select(func.max(Round.model_version)).where(Round.federation_id == bindparam("federation_id"))
 
 
-def ask(db: Session, federation: Federation, models: Models, version: int) -> None:
+def ask(db: Session, federation: Federation, models: Models, version: int, now: float) -> None:
     """Go back to ``version`` now, or after the open round has closed. Raises NotFound, WrongState."""
     kept = models.kept(db, federation)
     if version not in kept:
@@ -46,10 +48,10 @@ def ask(db: Session, federation: Federation, models: Models, version: int) -> No
     method.schedule.check_rollback(_round_of(db, federation, version), situation)
     federation.rollback_version = version
     if current is None:
-        carry_out(db, federation)
+        carry_out(db, federation, now)
 
 
-def carry_out(db: Session, federation: Federation) -> None:
+def carry_out(db: Session, federation: Federation, now: float) -> None:
     """Carry out a requested rollback, if any; only between rounds."""
     version = federation.rollback_version
     if version is None:
@@ -60,6 +62,8 @@ def carry_out(db: Session, federation: Federation) -> None:
     undone = Round.model_version.not_in(stays)
     db.execute(update(Round).where(*known).values(undone=undone, stale=True, facts=Round.facts + 1))
     log.warning("%s: goes back from model %s to %s", federation.name, federation.model_version, version)
+    detail = f"model {federation.model_version} to {version}"
+    events.record(db, federation.id, EventKind.rolled_back, now, detail=detail)
     federation.model_version = version
     federation.rollback_version = None
     federation.model_sha256 = db.get_one(Model, (federation.id, version)).sha256

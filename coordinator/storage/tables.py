@@ -212,6 +212,25 @@ class Model(Base):
     bytes: Mapped[int] = mapped_column(BigInteger)
 
 
+class Event(Base):
+    """An event of a federation or of one of its devices (``storage.events``).
+
+    ``kind``: of ``protocol.events.EventKind``. ``round``: closed rounds at that time. ``device``: name, None for the
+    whole federation. ``detail``: a reason's code, or changed settings. An ``id`` is never reused.
+    """
+
+    __tablename__ = "events"
+    __table_args__ = (Index("events_of_federation", "federation_id", "id"), {"sqlite_autoincrement": True})
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    federation_id: Mapped[int] = mapped_column(ForeignKey("federations.id"))
+    kind: Mapped[str] = mapped_column(String(24))
+    at: Mapped[float]
+    round: Mapped[int]
+    device: Mapped[str | None] = mapped_column(String(64))
+    detail: Mapped[str] = mapped_column(Text)
+
+
 class Lease(Base):
     """The right to move rounds, one row for all processes that share the records (``storage.processes``).
 

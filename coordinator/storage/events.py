@@ -1,0 +1,41 @@
+"""Events in the records (``sparrow.protocol.events``), each written by the transaction that causes it.
+
+Of each federation the newest ``MOST_EVENTS`` are kept, of its devices and of itself separately: a device that pauses
+and resumes all day must not displace the operator's rollbacks.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from sparrow.protocol.events import EventKind
+
+from .tables import Event, Federation
+
+MOST_EVENTS = 5000
+PRUNE_EVERY = 64
+"""Events of the coordinator between two removals of old ones."""
+
+
+def record(
+    db: Session, federation_id: int, kind: EventKind, now: float, *, device: str | None = None, detail: str = ""
+) -> None:
+    """Record an event. device: its name; None for the whole federation. detail: as the records have it, in codes."""
+    federation = db.get_one(Federation, federation_id)
+    event = Event(federation_id=federation_id, kind=kind.value, at=now, round=federation.round, device=device)
+    event.detail = detail
+    db.add(event)
+    db.flush()
+    if event.id % PRUNE_EVERY == 0:
+        _prune(db, event)
+
+
+def _prune(db: Session, newest: Event) -> None:
+    similar = (
+        Event.federation_id == newest.federation_id,
+        Event.device.is_(None) if newest.device is None else Event.device.is_not(None),
+    )
+    oldest = select(Event.id).where(*similar).order_by(Event.id.desc()).offset(MOST_EVENTS).limit(1)
+    if (last := db.scalar(oldest)) is not None:
+        db.execute(delete(Event).where(*similar, Event.id <= last))

@@ -1,0 +1,52 @@
+"""Events of a federation: the one list of their kinds, for the timeline, its marks in charts, and webhooks.
+
+An event has a start and no duration. The end of a failure or a pause is an event of its own.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from pydantic import Field
+
+from .fields import Answer
+
+
+class EventKind(str, Enum):
+    """The kind of an event, of a device if the event names one, otherwise of the whole federation."""
+
+    # Of a device.
+    joined = "joined"
+    removed = "removed"
+    failed = "failed"
+    recovered = "recovered"
+    # Of a federation.
+    created = "created"
+    started = "started"
+    finished = "finished"
+    reopened = "reopened"
+    rolled_back = "rolled_back"
+    settings_changed = "settings_changed"
+    model_replaced = "model_replaced"
+    # Of either. A device pauses by its policy and stops early; an operator pauses and stops a federation.
+    paused = "paused"
+    resumed = "resumed"
+    stopped = "stopped"
+
+
+class Event(Answer):
+    """One event."""
+
+    id: int = Field(description="Increases with each event of the coordinator")
+    at: str
+    kind: EventKind
+    round: int = Field(description="Rounds that had closed: charts mark the event after this one")
+    device: str | None = Field(description="Name of the device; null for the whole federation")
+    text: str = Field(description="The event in words")
+
+
+class Events(Answer):
+    """Events of a federation, the newest first."""
+
+    events: tuple[Event, ...]
+    total: int = Field(description="Number of kept events that match")
