@@ -6,7 +6,6 @@ import gc
 import logging
 import signal
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from sparrow.command_line import allocator
+from sparrow.command_line.signals import handled
 from sparrow.coordinator import logs
 from sparrow.coordinator.api import (
     connections,
@@ -144,9 +144,6 @@ def _before_stop(action: Callable[[], None]) -> Iterator[None]:
 
     uvicorn waits for running requests, and a long poll or event stream may run for a minute.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -155,13 +152,8 @@ def _before_stop(action: Callable[[], None]) -> Iterator[None]:
         if callable(handler):
             handler(number, frame)
 
-    for number in before:
-        signal.signal(number, handle)
-    try:
+    with handled(dict.fromkeys(before, handle)):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 app = create_app()

@@ -19,14 +19,13 @@ from unittest import mock
 import numpy as np
 
 from sparrow.coordinator.rounds.secure import cell_size
-from sparrow.protocol.secure import device, pads
+from sparrow.protocol.secure import device, pads, shamir
 from sparrow.protocol.secure.device import RoundSecrets
 from sparrow.protocol.secure.groups import Cell, Sharing, choose_sharing, least_cell, make_cells, neighbourhoods
 from sparrow.protocol.secure.messages import Agree, Keys, Peer, SecureWork, Shares, Statement, Unmask
 from sparrow.protocol.secure.numbers import Scale, Words
 from sparrow.protocol.secure.opening import CannotOpen, open_sum
 from sparrow.protocol.secure.pads import BadSecret
-from sparrow.protocol.secure.shamir import split
 
 PHASES = ("keys", "shares", "train", "agree", "unmask")
 Bend = Callable[[str, str, SecureWork], SecureWork]
@@ -109,9 +108,8 @@ def total_of(parts: Sequence[Words]) -> Words:
 @contextmanager
 def seeded(chance: random.Random) -> Iterator[None]:
     """Draw all secrets, nonces and polynomials from ``chance``."""
-    drawn = SimpleNamespace(token_bytes=chance.randbytes)
-    dealt = partial(split, draw=chance.randrange)
-    with mock.patch.object(pads, "secrets", drawn), mock.patch.object(device, "split", dealt):
+    drawn = SimpleNamespace(token_bytes=chance.randbytes, randbelow=chance.randrange)
+    with mock.patch.object(pads, "secrets", drawn), mock.patch.object(shamir, "secrets", drawn):
         yield
 
 

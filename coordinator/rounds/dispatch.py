@@ -42,7 +42,7 @@ class Ask:
     """A device's request for work.
 
     mask: digest of the mask that it holds. model: digest of the global model that it can rebuild. first: False for a
-    repeated look within one long poll.
+    repeated look within one long poll, which does not mark a device present that has left in the meantime.
     """
 
     device_id: str
@@ -68,21 +68,11 @@ class Dispatch:
         self._models = models
         self._clock = clock
 
-    def next_assignment(
-        self, device_id: str, mask: str | None = None, model: str | None = None, *, asked: bool = True
-    ) -> Asked:
-        """Return the device's oldest open assignment, if any. Raises Finished if no more work will come.
-
-        After the end, a device without a model first gets ``adapt``. Arguments as in ``Ask``; asked is its ``first``: a
-        repeated look does not mark a device present that has left in the meantime.
-        """
-        (answer,) = self.answer_all([Ask(device_id, mask, model, asked)])
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
     def answer_all(self, asks: Sequence[Ask]) -> list[Asked | Exception]:
-        """Return the result or exception of ``next_assignment`` for each device."""
+        """Return the oldest open assignment of each device, None if it has none; or the exception of its request.
+
+        Finished: no more work will come. After the end, a device without a model first gets ``adapt``.
+        """
         answers: list[Asked | Exception] = []
         with self._store.reading() as db:
             idle = self._idle(db, [ask.device_id for ask in asks if not ask.first])

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -37,24 +38,31 @@ Array = NDArray[Any]
 
 def read_archive(path: Path, source: str, options: ReadOptions, wanted: Wanted) -> dict[str, Raw]:
     """Return an npz file's samples by use, or those of an npy file."""
+    with opened(path, source) as loaded:
+        if isinstance(loaded, np.ndarray):
+            entries: Mapping[str, Array] = {"x": loaded}
+            if wanted.labelled:
+                raise DataError(f"{source}: holds one array and no labels; write both with numpy.savez(path, x=x, y=y)")
+            return {"": _read(_File(source, entries, "", bare=True), options, wanted)}
+        uses = _uses(source, loaded, wanted.labelled)
+        found: dict[str, Raw] = {}
+        for use in uses:
+            found[use] = _read(_File(source, loaded, use), options, wanted)
+            if found[use].kind is not None and wanted.targets is None:
+                # All parts have labels of the kind of the training labels.
+                options = replace(options, target="class" if found[use].kind == "classes" else "number")
+        return found
+
+
+@contextmanager
+def opened(path: Path, source: str) -> Iterator[Mapping[str, Array] | Array]:
+    """Context manager: the arrays of an npz file, read when they are used, or the array of an npy file.
+
+    source: its name in messages. Raises DataError for all that is damaged, also while arrays are read.
+    """
     try:
         with path.open("rb") as file:
-            loaded = np.load(file, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                entries: Mapping[str, Array] = {"x": loaded}
-                if wanted.labelled:
-                    raise DataError(
-                        f"{source}: holds one array and no labels; write both with numpy.savez(path, x=x, y=y)"
-                    )
-                return {"": _read(_File(source, entries, "", bare=True), options, wanted)}
-            uses = _uses(source, loaded, wanted.labelled)
-            found: dict[str, Raw] = {}
-            for use in uses:
-                found[use] = _read(_File(source, loaded, use), options, wanted)
-                if found[use].kind is not None and wanted.targets is None:
-                    # All parts have labels of the kind of the training labels.
-                    options = replace(options, target="class" if found[use].kind == "classes" else "number")
-            return found
+            yield np.load(file, allow_pickle=False)
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, MemoryError) as error:
         raise DataError(f"{source}: cannot be read as an npz file ({error}); write it with numpy.savez") from None
     # numpy takes a file that is neither zip nor npy for a pickle.

@@ -19,10 +19,10 @@ from __future__ import annotations
 import gzip
 import re
 import struct
-import zipfile
 import zlib
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from sparrow.protocol.manifest import Array
 
 from ..reading import Decoded, ReadOptions, read_file
+from ..reading.archives import opened
 from ..reading.errors import BadOption, DataError, NoData
 from ..reading.roles import PEOPLE
 from .datasets import Dataset
@@ -127,32 +128,28 @@ def _npz(place: Path, wanted: SampleFormat) -> Dataset | None:
     path = place if place.suffix == ".npz" else _first(place, wanted.archives)
     if path is None:
         return None
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            names = set(archive.files)
-            entries = ChainMap(archive, _people_beside(path, archive))
-            if "text" in names:
+    with _arrays(path) as archive:
+        try:
+            entries: Mapping[str, Array] = ChainMap(archive, _people_beside(path, archive))  # type: ignore[arg-type]
+            if "text" in archive:
                 return _join([_text(path, entries, wanted)], wanted)
-            content = "jpeg" if {"jpeg", "jpeg_train"} & names else "x"
-            uses = ["_train", *(["_test"] if f"{content}_test" in names else [])]
-            uses = [""] if content in names else uses
+            content = "jpeg" if any(name in archive for name in ("jpeg", "jpeg_train")) else "x"
+            uses = ["_train", *(["_test"] if f"{content}_test" in archive else [])]
+            uses = [""] if content in archive else uses
             if content == "jpeg":
                 return _jpegs(path, entries, uses, wanted)
             return _join([_archived(path, entries, use) for use in uses], wanted)
-    except KeyError as error:
-        raise DataError(
-            f"{path}: contains {', '.join(sorted(names)) or 'no arrays'}, but {error.args[0]}; add it, or "
-            f"{wanted.advice}"
-        ) from None
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read as an npz file ({error}); write it with numpy.savez") from None
-    except DataError:
-        raise
-    # numpy takes a file that is neither zip nor npy for a pickle; an npy file is one bare array.
-    except (ValueError, TypeError):
-        raise DataError(
-            f"{path}: contains pickled objects or is not an npz file; write plain arrays of numbers"
-        ) from None
+        except KeyError as error:
+            held = ", ".join(sorted(archive)) or "no arrays"
+            raise DataError(f"{path}: contains {held}, but {error.args[0]}; add it, or {wanted.advice}") from None
+
+
+@contextmanager
+def _arrays(path: Path) -> Iterator[Mapping[str, Array]]:
+    with opened(path, str(path)) as archive:
+        if isinstance(archive, np.ndarray):
+            raise DataError(f"{path}: holds one array, so it is not an npz file; write one with numpy.savez")
+        yield archive
 
 
 def _archived(path: Path, archive: Mapping[str, Array], use: str, inputs: Array | None = None) -> _Part:
@@ -179,7 +176,7 @@ def _people_beside(path: Path, archive: Mapping[str, Array]) -> dict[str, Array]
         beside = path.with_name(f"{path.stem}_{kind}s.npz")
         if not beside.is_file():
             continue
-        with np.load(beside, allow_pickle=False) as found:
+        with _arrays(beside) as found:
             for labels in ("y", "y_train", "y_test"):
                 if labels in found and labels in archive and not np.array_equal(found[labels], archive[labels]):
                     raise DataError(

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from typing import Any, ClassVar, NoReturn
 
 from .exits import Exit
 from .nearest import nearest
+from .signals import handled
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRACEBACK_VARIABLE = "SPARROW_TRACEBACK"
@@ -164,16 +164,9 @@ def interruptible(line: str | None = None) -> Iterator[None]:
         os._exit(Exit.INTERRUPTED)
 
     usual = {signal.SIGTERM: signal.SIG_DFL, **({} if line is None else {signal.SIGINT: signal.default_int_handler})}
-    if threading.current_thread() is not threading.main_thread():
-        usual = {}
-    ours = {number: handler for number, handler in usual.items() if signal.getsignal(number) is handler}
-    for number in ours:
-        signal.signal(number, interrupt)
-    try:
+    ours = [number for number, handler in usual.items() if signal.getsignal(number) is handler]
+    with handled(dict.fromkeys(ours, interrupt)):
         yield
-    finally:
-        for number, handler in ours.items():
-            signal.signal(number, handler)
 
 
 def explain(error: BaseException) -> tuple[Exit, str]:

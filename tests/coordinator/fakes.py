@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sparrow.coordinator.app import Coordinator
 from sparrow.coordinator.errors import Finished
+from sparrow.coordinator.rounds.dispatch import Ask
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol import bundle
 from sparrow.protocol.builtin import load_builtin
@@ -53,6 +54,14 @@ class LocalCoordinator(Coordinator):
         return self.records.rounds("f")[number - 1]
 
 
+def next_assignment(coordinator, device_id, mask=None, model=None, *, asked=True):
+    """Return what the coordinator answers to one device's request for work. Raises its error."""
+    (answer,) = coordinator.dispatch.answer_all([Ask(device_id, mask, model, asked)])
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
 class FakeDevice:
     """Asks, and answers with values drawn from its name and the round."""
 
@@ -79,7 +88,7 @@ class FakeDevice:
 
     def ask(self):
         self.coordinator.last_seen.note(self.id)
-        return self.coordinator.dispatch.next_assignment(self.id).assignment
+        return next_assignment(self.coordinator, self.id).assignment
 
     def payload(self, assignment):
         self.coordinator.last_seen.note(self.id)

@@ -18,7 +18,7 @@ from sparrow.coordinator.storage.tables import Assignment
 from sparrow.protocol.messages import ChangeFederation, CreateFederation
 from sparrow.protocol.settings import FederationSettings
 
-from .fakes import LocalCoordinator
+from .fakes import LocalCoordinator, next_assignment
 
 ANSWERS = {
     coordinator_errors.Finished: lambda text: FederationOver(410, text),
@@ -81,7 +81,7 @@ class Wire:
         if cost:
             self.coordinator.costs.note(self.device, cost)
         with answered():
-            return self.coordinator.dispatch.next_assignment(self.device, mask, model).assignment, 1.0
+            return next_assignment(self.coordinator, self.device, mask, model).assignment, 1.0
 
     def heartbeat(self, assignment_id):
         return True

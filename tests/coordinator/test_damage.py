@@ -27,7 +27,7 @@ from sparrow.protocol.neurons import mask_digest
 from sparrow.protocol.parts import expected
 
 from ..conftest import Clock
-from .fakes import DIGITS, FakeDevice, LocalCoordinator
+from .fakes import DIGITS, FakeDevice, LocalCoordinator, next_assignment
 from .s3 import BUCKET, KEYS, serving
 
 ROUNDS = 4
@@ -43,7 +43,7 @@ class Echo(FakeDevice):
         """Do what there is to do; the assignment and the payload that it was given, or None."""
         self.coordinator.last_seen.note(self.id)
         held = self.mask and mask_digest(DIGITS, self.mask)
-        assignment = self.coordinator.dispatch.next_assignment(self.id, held).assignment
+        assignment = next_assignment(self.coordinator, self.id, held).assignment
         if assignment is None or assignment.kind != "train":
             return None
         parts = expected(FEDSGC.payload_parts, DIGITS, assignment.plan)

@@ -25,6 +25,8 @@ from sparrow.protocol.messages import ChangeDevice, Conditions, Kind, UpdateRepo
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.sparsity import layer_counts, layer_densities
 
+from .fakes import next_assignment
+
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 
 DIGITS = load_builtin("digits").manifest
@@ -581,7 +583,7 @@ def test_who_missed_the_stage_personal_catches_up_while_the_others_go_on(coordin
     coordinator.rounds.advance()
     away(coordinator, third)
     # The first rounds may have drawn it: what it does not answer, nobody waits for.
-    assigned = coordinator.dispatch.next_assignment(third.identity.device_id).assignment
+    assigned = next_assignment(coordinator, third.identity.device_id).assignment
     if assigned is not None:
         third.step()
     away(coordinator, third)
@@ -624,10 +626,10 @@ def test_late_work_is_dropped_when_the_device_is_drawn(coordinator, clock):
     clock.pass_seconds(coordinator.info().settings.deadline_seconds + 1)
     play_until(coordinator, 4, first)
     second_id = second.identity.device_id
-    late = coordinator.dispatch.next_assignment(second_id).assignment
+    late = next_assignment(coordinator, second_id).assignment
     assert (late.kind, late.round) == (Kind.personalise, 4)
     play_until(coordinator, 5, first)
-    now = coordinator.dispatch.next_assignment(second_id).assignment
+    now = next_assignment(coordinator, second_id).assignment
     assert (now.kind, now.round) == (Kind.train, 6)
     (worked,) = coordinator.play(first, second)[1:]
     assert [(each.kind.value, each.round) for each in worked[:3]] == [
@@ -759,7 +761,7 @@ def changed(mask, *, drop=1, grow=1, name="fc1.weight"):
 
 def send(coordinator, session, mask):
     identity = session.identity.device_id
-    assignment = coordinator.dispatch.next_assignment(identity).assignment
+    assignment = next_assignment(coordinator, identity).assignment
     model = coordinator.model()
     report = UpdateReport(num_examples=9, status="active", steps=1, train_loss=0.5).model_dump_json()
     body = bundle.encode(DIGITS, pack(DIGITS, model.tensors, mask), mask, report=report, known=model.mask)
@@ -815,7 +817,7 @@ def test_a_device_that_died_before_it_sent_goes_on_in_the_same_stage(coordinator
             for place in range(2):
                 session = (first, second)[place]
                 opened = (
-                    coordinator.dispatch.next_assignment(session.identity.device_id, asked=False).assignment
+                    next_assignment(coordinator, session.identity.device_id, asked=False).assignment
                     if coordinator.info().status == "running"
                     else None
                 )

@@ -25,6 +25,7 @@ from sparrow.protocol.masks import NeuronMask, block_of, count_values, same_mask
 from sparrow.protocol.messages import ChangeDevice, UpdateReport
 from sparrow.protocol.neurons import CLASSES, active_count_up, first_neurons, first_neurons_up
 
+from .fakes import next_assignment
 from .sessions import Wire
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
@@ -343,7 +344,7 @@ def forged(session, mask, manifest=DIGITS):
 
 
 def assignment_of(coordinator, session):
-    return coordinator.dispatch.next_assignment(session.identity.device_id, asked=False).assignment.assignment_id
+    return next_assignment(coordinator, session.identity.device_id, asked=False).assignment.assignment_id
 
 
 @pytest.mark.parametrize("method", CHOOSING)

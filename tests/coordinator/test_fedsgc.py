@@ -27,6 +27,7 @@ from sparrow.protocol.messages import ChangeDevice, Conditions, Kind, UpdateRepo
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.sparsity import device_interval, interval, layer_counts, random_mask
 
+from .fakes import next_assignment
 from .sessions import CoordinatorWithDevices
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
@@ -713,7 +714,7 @@ def update(model, mask, *, seed=0, examples=10, status="active", **more):
 
 
 def assigned(coordinator, session):
-    return coordinator.dispatch.next_assignment(session.identity.device_id).assignment
+    return next_assignment(coordinator, session.identity.device_id).assignment
 
 
 def changed(mask, *, drop=1, grow=1, name="fc1.weight"):

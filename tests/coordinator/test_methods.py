@@ -26,6 +26,7 @@ from sparrow.protocol.quantization import row_lengths
 from sparrow.protocol.settings import FederationSettings
 
 from ..kinds import chosen
+from .fakes import next_assignment
 from .sessions import CoordinatorWithDevices
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
@@ -458,15 +459,15 @@ def test_adapting_that_was_open_when_the_federation_went_on_is_forgotten(coordin
     coordinator.rounds.advance()
     session.step()
     coordinator.federations.change("f", ChangeFederation(action="stop"))
-    assert coordinator.dispatch.next_assignment(coordinator.device("b").device_id).assignment.kind in (
+    assert next_assignment(coordinator, coordinator.device("b").device_id).assignment.kind in (
         Kind.train,
         Kind.adapt,
     )
     coordinator.rounds.advance()
-    assert coordinator.dispatch.next_assignment(coordinator.device("b").device_id).assignment.kind is Kind.adapt
+    assert next_assignment(coordinator, coordinator.device("b").device_id).assignment.kind is Kind.adapt
     coordinator.reopen(2)
     coordinator.rounds.advance()
-    assert coordinator.dispatch.next_assignment(coordinator.device("b").device_id).assignment.kind is Kind.train
+    assert next_assignment(coordinator, coordinator.device("b").device_id).assignment.kind is Kind.train
 
 
 def test_a_reopening_that_is_refused_forgets_nothing(coordinator):
@@ -657,7 +658,7 @@ def test_what_personalising_answers_is_a_report_as_json(coordinator):
     coordinator.open_device("b")
     coordinator.rounds.advance()
     device = coordinator.device("a").device_id
-    assignment = coordinator.dispatch.next_assignment(device).assignment
+    assignment = next_assignment(coordinator, device).assignment
     with pytest.raises(WrongMediaType, match="of kind personalise as application/json"):
         coordinator.acceptance.check_envelope(assignment.assignment_id, device, "text/plain")
     with pytest.raises(BadContent, match="num_examples"):

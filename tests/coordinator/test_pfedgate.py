@@ -31,6 +31,7 @@ from sparrow.protocol.masks import pack
 from sparrow.protocol.messages import Kind, UpdateReport
 from sparrow.protocol.settings import FederationSettings
 
+from .fakes import next_assignment
 from .sessions import CoordinatorWithDevices
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
@@ -272,7 +273,7 @@ def kinds(assignments):
 
 def assigned(coordinator, session):
     digest = session.progress.model
-    return coordinator.dispatch.next_assignment(session.identity.device_id, None, digest).assignment
+    return next_assignment(coordinator, session.identity.device_id, None, digest).assignment
 
 
 def decoded(coordinator, bodies):
@@ -534,11 +535,11 @@ def test_an_open_assignment_is_cut_for_what_the_device_says_it_holds_now(coordin
     coordinator.rounds.advance()
     part = assigned(coordinator, session)
     device_id, digest = session.identity.device_id, session.progress.model
-    whole = coordinator.dispatch.next_assignment(device_id, None, None).assignment
+    whole = next_assignment(coordinator, device_id, None, None).assignment
     assert part.assignment_id == whole.assignment_id
     assert part.payload.bytes < whole.payload.bytes
     assert len(coordinator.dispatch.payload(whole.assignment_id, device_id).body) == whole.payload.bytes
-    again = coordinator.dispatch.next_assignment(device_id, None, digest).assignment
+    again = next_assignment(coordinator, device_id, None, digest).assignment
     assert again.payload == part.payload
     with coordinator.store.reading() as db:
         assert db.scalars(select(Device.model)).one() == digest
@@ -550,9 +551,7 @@ def test_other_methods_name_no_model(coordinator):
     coordinator.rounds.advance()
     assignment = assigned(coordinator, session)
     assert assignment.model_sha256 is None
-    said = coordinator.dispatch.next_assignment(
-        session.identity.device_id, None, coordinator.info().model_sha256
-    ).assignment
+    said = next_assignment(coordinator, session.identity.device_id, None, coordinator.info().model_sha256).assignment
     assert said.payload == assignment.payload
 
 

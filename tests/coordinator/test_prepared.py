@@ -19,6 +19,8 @@ from sparrow.protocol.parts import expected
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.sparsity import random_mask, weight_budget
 
+from .fakes import next_assignment
+
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 
 DIGITS = load_builtin("digits").manifest
@@ -144,9 +146,7 @@ def test_whole_numbers_and_gradients_go_together(coordinator):
 def prepare_open(coordinator, *names):
     """Who is asked to prepare, and the assignment."""
     coordinator.rounds.advance()
-    asked = {
-        name: coordinator.dispatch.next_assignment(coordinator.device(name).device_id).assignment for name in names
-    }
+    asked = {name: next_assignment(coordinator, coordinator.device(name).device_id).assignment for name in names}
     ((name, assignment),) = [(name, each) for name, each in asked.items() if each is not None]
     assert (assignment.kind, assignment.round) == (Kind.prepare, 0)
     return name, assignment
@@ -245,10 +245,7 @@ def in_round(coordinator, number, method, **settings):
     sessions = {name: coordinator.open_device(name) for name in "ab"}
     while True:
         coordinator.rounds.advance()
-        asked = {
-            name: coordinator.dispatch.next_assignment(coordinator.device(name).device_id).assignment
-            for name in sessions
-        }
+        asked = {name: next_assignment(coordinator, coordinator.device(name).device_id).assignment for name in sessions}
         if all(each is not None and each.round == number and each.kind is Kind.train for each in asked.values()):
             return asked
         for name, assignment in asked.items():
@@ -276,7 +273,7 @@ def test_gradients_come_when_they_are_asked_for_and_only_then(coordinator):
     assert send(coordinator, "a", asked["a"], mask, known=mask, gradients=gradients)
     assert send(coordinator, "b", asked["b"], mask, known=mask, gradients=gradients)
     coordinator.rounds.advance()
-    later = coordinator.dispatch.next_assignment(coordinator.device("a").device_id).assignment
+    later = next_assignment(coordinator, coordinator.device("a").device_id).assignment
     assert (later.round, later.plan) == (3, {})
     mask = coordinator.model().mask
     with pytest.raises(BadContent, match="'gradients' is no part of this message"):

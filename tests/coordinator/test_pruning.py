@@ -24,6 +24,8 @@ from sparrow.protocol.messages import ChangeDevice, UpdateReport
 from sparrow.protocol.neurons import best_neurons, counts_at, first_neurons, is_within, norm_scores
 from sparrow.protocol.settings import FederationSettings
 
+from .fakes import next_assignment
+
 DIGITS = load_builtin("digits").manifest
 WHOLE = 4 * DIGITS.shared_values
 BUDGETS = {"a": 0.3, "b": 0.6, "c": 1.0}
@@ -61,7 +63,7 @@ def forged(mask):
 
 
 def assignment_of(coordinator, session):
-    return coordinator.dispatch.next_assignment(session.identity.device_id, asked=False).assignment.assignment_id
+    return next_assignment(coordinator, session.identity.device_id, asked=False).assignment.assignment_id
 
 
 # --- FedMP: the bandit -----------------------------------------------------------------------------------------------

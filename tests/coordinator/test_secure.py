@@ -24,7 +24,7 @@ from sparrow.protocol.secure.fine import hide_extras, statistics
 from sparrow.protocol.secure.numbers import Scale
 from sparrow.protocol.skew import ADJUSTS, LabelSketch, skew_of
 
-from .fakes import DIGITS, LocalCoordinator
+from .fakes import DIGITS, LocalCoordinator, next_assignment
 
 SETTINGS = {
     "method": "fedavg",
@@ -68,7 +68,7 @@ class SecureDevice:
 
     def ask(self):
         self.coordinator.last_seen.note(self.id)
-        return self.coordinator.dispatch.next_assignment(self.id).assignment
+        return next_assignment(self.coordinator, self.id).assignment
 
     def send(self, assignment, body):
         media_type = bundle.MEDIA_TYPE if assignment.kind == "train" else "application/json"

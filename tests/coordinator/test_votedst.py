@@ -17,6 +17,8 @@ from sparrow.protocol.parts import Expected, expected
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.sparsity import Election, ballot, draw_candidates, elect, elections, over_pruning
 
+from .fakes import next_assignment
+
 LAYER = Manifest(
     task="votes",
     input_shape=(10,),
@@ -152,7 +154,7 @@ def test_an_update_without_the_votes_that_are_wanted_is_refused(coordinator, wro
     coordinator.open_device("a"), coordinator.open_device("b")
     coordinator.rounds.advance()
     device = coordinator.device("a").device_id
-    assignment = coordinator.dispatch.next_assignment(device).assignment
+    assignment = next_assignment(coordinator, device).assignment
     model, wanted = coordinator.model(), assignment.plan["votes"]
     body = bundle.encode(
         DIGITS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 PRIME = 2**255 - 19
@@ -13,41 +13,35 @@ SECRET_BYTES = 31
 SHARE_BYTES = 32
 
 
-def split(
-    secret: int,
-    threshold: int,
-    points: Sequence[int],
-    *,
-    prime: int = PRIME,
-    draw: Callable[[int], int] = secrets.randbelow,
-) -> dict[int, int]:
-    """Return a share for each point x in 1..prime-1: the value of a polynomial whose value at 0 is the secret. Any
-    ``threshold`` shares determine it, fewer reveal nothing. draw: a random number below its argument. Raises
-    ValueError."""
-    if not 0 <= secret < prime:
+def split(secret: int, threshold: int, points: Sequence[int]) -> dict[int, int]:
+    """Return a share for each point x in 1..PRIME-1: the value of a polynomial whose value at 0 is the secret.
+
+    Any ``threshold`` shares determine it, fewer reveal nothing. Raises ValueError.
+    """
+    if not 0 <= secret < PRIME:
         raise ValueError("the secret must lie in the field")
     if (
         not 1 <= threshold <= len(set(points))
         or len(set(points)) < len(points)
-        or not all(0 < x < prime for x in points)
+        or not all(0 < x < PRIME for x in points)
     ):
         raise ValueError(f"the {len(points)} points must be different and in the field, and at least the threshold")
-    coefficients = [secret, *(draw(prime) for _ in range(threshold - 1))]
-    return {x: _value(coefficients, x, prime) for x in points}
+    coefficients = [secret, *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
+    return {x: _value(coefficients, x) for x in points}
 
 
-def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
+def join(shares: Mapping[int, int]) -> int:
     """Return the secret from ``threshold`` shares, point -> value (Lagrange's formula)."""
-    return at(0, shares, prime=prime)
+    return at(0, shares)
 
 
-def at(point: int, shares: Mapping[int, int], *, prime: int = PRIME) -> int:
+def at(point: int, shares: Mapping[int, int]) -> int:
     """Return the value at ``point`` of the polynomial through these shares."""
     if point in shares:
-        return shares[point] % prime
+        return shares[point] % PRIME
     whole = math.prod(point - x for x in shares)
-    parts = zip(shares.items(), _divisors(tuple(shares), prime), strict=True)
-    return sum(share * (whole // (point - x)) * divisor for (x, share), divisor in parts) % prime
+    parts = zip(shares.items(), _divisors(tuple(shares), PRIME), strict=True)
+    return sum(share * (whole // (point - x)) * divisor for (x, share), divisor in parts) % PRIME
 
 
 @lru_cache(maxsize=256)
@@ -56,8 +50,8 @@ def _divisors(points: tuple[int, ...], prime: int) -> tuple[int, ...]:
     return tuple(pow(math.prod(x - other for other in points if other != x), -1, prime) for x in points)
 
 
-def _value(coefficients: Sequence[int], x: int, prime: int) -> int:
+def _value(coefficients: Sequence[int], x: int) -> int:
     value = 0
     for coefficient in reversed(coefficients):
-        value = (value * x + coefficient) % prime
+        value = (value * x + coefficient) % PRIME
     return value

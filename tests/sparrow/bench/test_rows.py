@@ -17,9 +17,10 @@ from sparrow.bench.rows import (
     append,
     of_global_model,
     read,
-    without_timing,
     write_gzip,
 )
+
+from .timing import without_timing
 
 
 def recorded(seed=0, seconds=12.5, found=(), **changes):

@@ -22,6 +22,8 @@ from sparrow.bench.experiment import FOLDER, BadExperiment, load_experiment, tri
 from sparrow.bench.runner import Where, run_trial
 from sparrow.command_line.exits import Exit
 
+from .timing import without_timing
+
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 
 TINY = """
@@ -154,7 +156,7 @@ def test_an_interrupted_run_goes_on_to_the_rows_of_one_that_was_not(undisturbed,
     assert list((tmp_path / "work" / "trials").iterdir()), "what the interrupted one has done is there"
 
     assert main(command("run", file, tmp_path / "work", "--processes", "1", "--resume")) == 0
-    assert rows.without_timing(results(tmp_path / "work")) == rows.without_timing(results(undisturbed))
+    assert without_timing(results(tmp_path / "work")) == without_timing(results(undisturbed))
 
 
 def second_trial(folder):

@@ -20,7 +20,7 @@ from edge_sdk.device.secure import SecureRound as OneDevice
 from edge_sdk.device.trust import Trust
 from edge_sdk.methods import Update
 from sparrow.protocol.messages import Kind
-from sparrow.protocol.secure import device, pads
+from sparrow.protocol.secure import device, pads, shamir
 from sparrow.protocol.secure.device import RoundSecrets
 from sparrow.protocol.secure.fine import METRICS, hide_extras, read_extras
 from sparrow.protocol.secure.groups import (
@@ -40,17 +40,38 @@ from sparrow.protocol.secure.shamir import PRIME, SHARE_BYTES, at, join, split
 from sparrow.protocol.settings import FederationSettings
 
 from ...kinds import ALL
-from ...secure_rounds import PHASES, SecureRound, identity_of, names_of, public_identity_of, signed_by, total_of
+from ...secure_rounds import (
+    PHASES,
+    SecureRound,
+    identity_of,
+    names_of,
+    public_identity_of,
+    seeded,
+    signed_by,
+    total_of,
+)
 
 # Shamir's shares.
 
 
-def test_shares_are_those_of_the_published_example():
-    drawn = iter([166, 94])
-    shares = split(1234, 3, range(1, 7), prime=1613, draw=lambda below: next(drawn))
+@pytest.fixture
+def field(monkeypatch):
+    """A function that sets the size of the field and what is drawn from it."""
+
+    def set_to(prime, drawn):
+        coefficients = iter(drawn)
+        monkeypatch.setattr(shamir, "PRIME", prime)
+        monkeypatch.setattr(shamir, "secrets", SimpleNamespace(randbelow=lambda below: next(coefficients)))
+
+    return set_to
+
+
+def test_shares_are_those_of_the_published_example(field):
+    field(1613, [166, 94])
+    shares = split(1234, 3, range(1, 7))
     assert list(shares.values()) == [1494, 329, 965, 176, 1188, 775]
     for three in itertools.combinations(shares, 3):
-        assert join({point: shares[point] for point in three}, prime=1613) == 1234
+        assert join({point: shares[point] for point in three}) == 1234
 
 
 def test_any_t_of_n_shares_give_the_secret_and_every_other_share():
@@ -60,7 +81,8 @@ def test_any_t_of_n_shares_give_the_secret_and_every_other_share():
         threshold = chance.randint(1, count)
         points = chance.sample(range(1, 1000), count)
         secret = chance.randrange(PRIME)
-        shares = split(secret, threshold, points, draw=chance.randrange)
+        with seeded(chance):
+            shares = split(secret, threshold, points)
         some = {point: shares[point] for point in chance.sample(points, threshold)}
         assert join(some) == secret
         assert all(at(point, some) == shares[point] for point in points)
@@ -70,12 +92,12 @@ def test_any_t_of_n_shares_give_the_secret_and_every_other_share():
 
 
 @pytest.mark.parametrize("known", [(1, 2), (2, 5), (3, 4)])
-def test_fewer_than_t_shares_are_as_likely_with_every_secret(known):
+def test_fewer_than_t_shares_are_as_likely_with_every_secret(known, field):
     prime, seen = 7, {}
     for secret in range(prime):
         for coefficients in itertools.product(range(prime), repeat=2):
-            drawn = iter(coefficients)
-            shares = split(secret, 3, range(1, 6), prime=prime, draw=lambda below, drawn=drawn: next(drawn))
+            field(prime, coefficients)
+            shares = split(secret, 3, range(1, 6))
             seen.setdefault(tuple(shares[point] for point in known), Counter())[secret] += 1
     assert len(seen) == prime**2
     assert all(counts == Counter(range(prime)) for counts in seen.values())
@@ -92,7 +114,8 @@ def test_shares_that_cannot_be_made_are_refused(secret, threshold, points):
 
 def test_wrong_shares_are_named_and_the_secret_still_comes_out():
     chance, secret = random.Random(0), bytes(range(31))
-    shares = split(int.from_bytes(secret, "big"), 6, range(1, 11), draw=chance.randrange)
+    with seeded(chance):
+        shares = split(int.from_bytes(secret, "big"), 6, range(1, 11))
     assert secret_of(shares, 6, lambda each: each == secret) == (secret, set())
     for wrong in ({1}, {1, 2}, {4, 9}):  # {1, 2}: the first six, two of them wrong, give the right secret
         changed = {point: (share + (point in wrong)) % PRIME for point, share in shares.items()}
