@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk import tasks
-from edge_sdk.reading.errors import DataError
+from sparrow.reading.errors import DataError
 
 Arrays = Mapping[str, NDArray[np.generic]]
 Chance = np.random.Generator

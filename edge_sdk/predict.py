@@ -373,8 +373,7 @@ def read_inputs(data: str, predictor: Predictor) -> Array | Sequence[Array]:
     data: path and options, as in ``sparrow join --data``. Raises PredictError, DataError.
     """
     from sparrow.protocol.preparation import Preparation, Targets
-
-    from .reading import Decoded, read_file, read_options
+    from sparrow.reading import Decoded, read_file, read_options
 
     path, options, rest = read_options(data)
     if rest:

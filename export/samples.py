@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
-from edge_sdk.reading import read_file, read_options
 from sparrow.graphs.skeleton import INPUT
 from sparrow.protocol.manifest import Manifest
+from sparrow.reading import read_file, read_options
 
 from .errors import ExportError, NotThere
 from .running import Raws, first_of

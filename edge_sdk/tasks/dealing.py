@@ -21,9 +21,9 @@ import numpy as np
 from sparrow.command_line.installed import installed, load
 from sparrow.command_line.nearest import nearest
 from sparrow.protocol.manifest import Array
+from sparrow.reading.errors import BadOption, DataError
+from sparrow.reading.samples import some
 
-from ..reading.errors import BadOption, DataError
-from ..reading.samples import some
 from .corruption import check_corruption, check_severity
 from .datasets import Dataset
 from .partition import Index, Split, drawn, people_of, shifted, split

@@ -17,9 +17,8 @@ import numpy as np
 from tqdm import tqdm
 
 from sparrow.protocol.manifest import Array
-
-from ..reading.decoded import fingerprint
-from ..reading.errors import DataError
+from sparrow.reading.decoded import fingerprint
+from sparrow.reading.errors import DataError
 
 IMAGES = (".png", ".jpg", ".jpeg")
 

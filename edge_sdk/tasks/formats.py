@@ -32,11 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow.protocol.manifest import Array
+from sparrow.reading import Decoded, ReadOptions, read_file
+from sparrow.reading.archives import opened
+from sparrow.reading.errors import BadOption, DataError, NoData
+from sparrow.reading.roles import PEOPLE
 
-from ..reading import Decoded, ReadOptions, read_file
-from ..reading.archives import opened
-from ..reading.errors import BadOption, DataError, NoData
-from ..reading.roles import PEOPLE
 from .datasets import Dataset
 from .decoding import IMAGES, decode_images
 from .loading import label_names

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.preparation import Preparation
+from sparrow.reading import Decoded
 
 from ..errors import BadArgument
-from ..reading import Decoded
 from . import Batches, Task
 from .loading import ArrayBatches, Arrays, Chosen, Reshaped, label_names
 

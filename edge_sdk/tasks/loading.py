@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow.protocol.manifest import Array
+from sparrow.reading import Decoded
+from sparrow.reading.errors import DataError
 
-from ..reading import Decoded
-from ..reading.errors import DataError
 from . import Seeded, Task, as_arrays
 
 if TYPE_CHECKING:

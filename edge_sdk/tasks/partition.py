@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow.protocol.manifest import Array
-
-from ..reading.errors import BadOption, DataError
+from sparrow.reading.errors import BadOption, DataError
 
 Index = NDArray[np.intp]
 

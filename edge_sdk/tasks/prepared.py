@@ -25,9 +25,9 @@ from sparrow.export.preparation import Preparer, check_preparation, complete
 from sparrow.protocol.errors import GraphError
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.preparation import Preparation
+from sparrow.reading import Decoded
 
 from ..errors import BadArgument
-from ..reading import Decoded
 from . import Batches, Prepared, Task, as_arrays
 from .decoding import kept_array
 from .intake import Fitted

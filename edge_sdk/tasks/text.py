@@ -15,8 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from sparrow.protocol.manifest import Array
-
-from ..reading.errors import DataError
+from sparrow.reading.errors import DataError
 
 Samples = tuple[Array, Array, Array, Array]
 

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import UnknownMethod
 from edge_sdk.publish import read_settings
-from edge_sdk.reading import read_options
 from edge_sdk.tasks import OWN
 from edge_sdk.tasks.own.whole import read_whole
+from sparrow.reading import read_options
 
 from ..command_line.command import WrongUsage
 from ..command_line.faults import faults

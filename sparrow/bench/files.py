@@ -5,9 +5,9 @@ from __future__ import annotations
 from glob import glob
 from pathlib import Path
 
-from edge_sdk.reading.errors import DataError, NoData
-from edge_sdk.reading.folders import USES
 from edge_sdk.tasks import OWN
+from sparrow.reading.errors import DataError, NoData
+from sparrow.reading.folders import USES
 
 SUFFIXES = (".npz", ".csv", ".tsv", ".parquet", ".csv.gz", ".tsv.gz")
 

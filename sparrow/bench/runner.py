@@ -25,10 +25,10 @@ from tqdm import tqdm
 from edge_sdk.engines import EngineName
 from edge_sdk.methods import Evaluated, load_method
 from edge_sdk.publish import PublishOptions, load_to_publish, publish
-from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import OWN, Task, load_task
 from edge_sdk.tasks import own as own_files
 from edge_sdk.tasks.compute import USUAL, Compute
+from sparrow.reading.errors import DataError
 
 from ..coordinator.methods import load_method as load_server_half
 from ..devices.simulation import load_boards

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.small import SETS, write_sets
-from edge_sdk.reading.errors import DataError
+from sparrow.reading.errors import DataError
 
 
 def test_sets_that_need_no_data_are_the_same_each_time(tmp_path):

@@ -11,7 +11,6 @@ from edge_sdk.errors import BadArgument
 from edge_sdk.methods import DeviceState, Job
 from edge_sdk.methods.fedmd import FEDMD
 from edge_sdk.publishing.coupling import describe
-from edge_sdk.reading.errors import BadOption
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.digits import load_images
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
@@ -24,6 +23,7 @@ from sparrow.protocol.flops import forward_flops, training_flops
 from sparrow.protocol.manifest import Manifest, TensorSpec, initial_values, own_initial_values
 from sparrow.protocol.messages import Assignment
 from sparrow.protocol.settings import FederationSettings
+from sparrow.reading.errors import BadOption
 
 DIGITS = load_builtin("digits").manifest
 METHOD = load_method("fedmd")

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import load_task
 from edge_sdk.tasks.corruption import CORRUPTIONS, PUBLISHED, corrupt, disk, gaussian_weights, read_published
+from sparrow.reading.errors import DataError
 
 FOLDER = Path(os.environ.get("SPARROW_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
 PHOTOS = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)

@@ -10,9 +10,9 @@ import pandas
 import pytest
 from PIL import Image
 
-from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks.formats import read_dataset
 from edge_sdk.tasks.public import CIFAR10, HAR, MNIST, SHAKESPEARE
+from sparrow.reading.errors import DataError
 
 RANDOM = np.random.default_rng(0)
 DIGITS = RANDOM.integers(0, 256, (24, 28, 28), dtype=np.uint8)

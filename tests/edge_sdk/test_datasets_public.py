@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import load_task, passes
 from edge_sdk.training.local import as_tensors
+from sparrow.reading.errors import DataError
 
 FOLDER = Path(os.environ.get("SPARROW_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
 

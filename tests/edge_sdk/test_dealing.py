@@ -5,9 +5,9 @@ import sys
 import numpy as np
 import pytest
 
-from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks.datasets import Dataset
 from edge_sdk.tasks.dealing import Dealing, deal, find_partition, read_dealing
+from sparrow.reading.errors import DataError
 
 
 def dataset(count=600, published=None, people=None, sources=None, **more):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import passes
 from edge_sdk.tasks.digits import load
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
 from edge_sdk.tasks.models import DigitsNet
+from sparrow.reading.errors import DataError
 
 
 def everything(task):

@@ -16,13 +16,13 @@ from edge_sdk.device.transport import Transport
 from edge_sdk.engines.onnx import Sessions
 from edge_sdk.errors import BadArgument
 from edge_sdk.publish import PublishOptions, publish
-from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import load_task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.devices.simulation import BOARDS
 from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.messages import Kind
+from sparrow.reading.errors import DataError
 from sparrow.simulation import in_process as inprocess
 from sparrow.simulation.host import Host, OnnxTrainer, Plan, TorchTrainer
 

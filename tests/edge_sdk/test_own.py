@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from edge_sdk.publishing.coupling import describe
-from edge_sdk.reading.errors import BadOption, DataError
 from edge_sdk.tasks import own
 from edge_sdk.tasks.models import build_model
 from edge_sdk.tasks.own.making import prepared_shape
 from sparrow.export.preparation import Preparer
 from sparrow.protocol.manifest import Manifest, TensorSpec
+from sparrow.reading.errors import BadOption, DataError
 
 RANDOM = np.random.default_rng(0)
 

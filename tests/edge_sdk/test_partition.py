@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks.partition import classes, dirichlet, grouped, iid, person, quantity, shards, shifted, split
+from sparrow.reading.errors import DataError
 
 LABELS = np.repeat(np.arange(10), 60)
 

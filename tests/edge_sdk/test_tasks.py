@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import UnknownTask, load_task, public
 from edge_sdk.tasks.formats import SampleFormat
 from edge_sdk.tasks.loading import ArrayBatches, Arrays, Chosen, Scale
@@ -17,6 +16,7 @@ from edge_sdk.tasks.public import BY_DEVICES, MODELS, full_name
 from edge_sdk.training.freezing import Freezing
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.masks import NeuronDraw, blocks, count_values, draw_neurons
+from sparrow.reading.errors import DataError
 
 EVERY = [(task, model) for task, choices in MODELS.items() for model in choices]
 BUILT_IN = [(task, model) for task, model in EVERY if task not in BY_DEVICES]

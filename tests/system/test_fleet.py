@@ -19,12 +19,12 @@ import pytest
 
 from edge_sdk.errors import BadArgument, Refused, StateError
 from edge_sdk.publish import PublishOptions, publish
-from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import load_task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.devices.simulation import BOARDS
 from sparrow.protocol.messages import FederationStatus, Kind
+from sparrow.reading.errors import DataError
 from sparrow.simulation import fleet
 from sparrow.simulation import in_process as inprocess
 from sparrow.simulation.fleet import Access, run_fleet

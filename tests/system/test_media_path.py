@@ -11,7 +11,6 @@ from PIL import Image
 
 from edge_sdk.predict import Predictor, read_inputs
 from edge_sdk.publish import PublishOptions, load_to_publish
-from edge_sdk.reading import read_file
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.export.build import dense
@@ -19,6 +18,7 @@ from sparrow.export.exporter import Options, export_model
 from sparrow.export.preparation import Preparer
 from sparrow.export.samples import read_raw_samples
 from sparrow.export.source import read_source
+from sparrow.reading import read_file
 from sparrow.simulation import in_process
 
 from .test_data_path import FORMS, engine_answers, federate, predict, surely

@@ -12,13 +12,13 @@ import zlib
 import numpy as np
 import pytest
 
-from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import own
 from edge_sdk.tasks.loading import Scale
 from edge_sdk.tasks.partition import split
 from edge_sdk.tasks.public import MODELS
 from sparrow.protocol.manifest import Manifest, TensorSpec
 from sparrow.protocol.preparation import Column, Preparation, Targets
+from sparrow.reading.errors import DataError
 
 pytestmark = pytest.mark.integration
 

@@ -11,13 +11,13 @@ import pytest
 import soundfile
 from PIL import Image
 
-from edge_sdk.reading.errors import DataError
 from edge_sdk.tasks import own
 from edge_sdk.tasks.preparing import Hearing, prepare_pictures, prepare_sounds
 from sparrow.coordinator.web import runtime
 from sparrow.export.preparation import Preparer
 from sparrow.protocol.manifest import Manifest, TensorSpec
 from sparrow.protocol.preparation import Preparation, Targets
+from sparrow.reading.errors import DataError
 
 pytestmark = pytest.mark.integration
 

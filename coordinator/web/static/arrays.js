@@ -1,5 +1,5 @@
 /**
- * An npz file's arrays to samples and labels: `edge_sdk/reading/archives.py`. Samples are raw if the federation has a
+ * An npz file's arrays to samples and labels: `sparrow/reading/archives.py`. Samples are raw if the federation has a
  * preparation, else the model's inputs.
  */
 import { PEOPLE } from "./columns.js";

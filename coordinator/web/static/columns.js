@@ -1,5 +1,5 @@
 /**
- * A table's cells to raw samples, a row each: `edge_sdk/reading/roles.py`, which says what each column is for, and
+ * A table's cells to raw samples, a row each: `sparrow/reading/roles.py`, which says what each column is for, and
  * `tables.py`. A federation's columns are found by name; without such names all columns besides labels and people are
  * features, in their order.
  */

@@ -1,5 +1,5 @@
 /**
- * Folders of pictures or sounds to labelled samples: `edge_sdk/reading/folders.py` and `media.py`.
+ * Folders of pictures or sounds to labelled samples: `sparrow/reading/folders.py` and `media.py`.
  *
  *     ROOT/CLASS/FILE          a folder for each class
  *     ROOT/train/CLASS/FILE    the same with parts; val and test beside train

@@ -1,5 +1,5 @@
 /**
- * Labels to numbers of outputs: `edge_sdk/reading/labels.py` and `edge_sdk/tasks/own.py`. Labels are names, text and
+ * Labels to numbers of outputs: `sparrow/reading/labels.py` and `edge_sdk/tasks/own.py`. Labels are names, text and
  * integers by their digits; a federation without names of classes takes the numbers of its outputs.
  */
 import { DataError } from "./errors.js";

@@ -1,4 +1,4 @@
-/** Cells of a table to numbers: `edge_sdk/reading/numbers.py`. */
+/** Cells of a table to numbers: `sparrow/reading/numbers.py`. */
 
 /** Cells without a value, in lower case. */
 const MISSING = new Set(["", "?", "na", "n/a", "nan", "null", "none", "-"]);

@@ -1,4 +1,4 @@
-/** Picture files to their pixels: `edge_sdk/reading/pictures.py`. Runs in the page and in its worker. */
+/** Picture files to their pixels: `sparrow/reading/pictures.py`. Runs in the page and in its worker. */
 import { DataError } from "./errors.js";
 
 const MOST_PIXELS = 4096; // of each side

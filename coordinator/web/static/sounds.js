@@ -1,4 +1,4 @@
-/** Sound files, and recordings of a microphone, to mono samples: `edge_sdk/reading/sounds.py`. Workers decode no sounds. */
+/** Sound files, and recordings of a microphone, to mono samples: `sparrow/reading/sounds.py`. Workers decode no sounds. */
 import { DataError } from "./errors.js";
 
 const LARGEST_BYTES = 50_000_000;

@@ -1,5 +1,5 @@
 /**
- * Text of a table, with a row of names and then a row per sample, to its cells: `edge_sdk/reading/dialect.py`. Encoding,
+ * Text of a table, with a row of names and then a row per sample, to its cells: `sparrow/reading/dialect.py`. Encoding,
  * delimiter and decimal sign are found in the text.
  */
 import { DataError } from "./errors.js";

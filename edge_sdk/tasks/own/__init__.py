@@ -1,4 +1,4 @@
-"""A user's own files: ``--data FILE``, a table or an npz file, of one device or of all (see ``edge_sdk.reading``).
+"""A user's own files: ``--data FILE``, a table or an npz file, of one device or of all (see ``sparrow.reading``).
 
     kitchen.csv,label=activity         this device's own file
     all.csv,index=2,of=5               part 2 (from 0) of a file with the samples of all devices (see ``dealing``)
@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow.protocol.manifest import Manifest
+from sparrow.reading import Raw, class_order, read_file, read_options, take
+from sparrow.reading.errors import BadOption
 
-from ...reading import Raw, class_order, read_file, read_options, take
-from ...reading.errors import BadOption
 from .. import Task
 from ..loading import Arrays
 from ..partition import Split, split

@@ -12,9 +12,8 @@ from pydantic import ValidationError
 from sparrow.command_line.nearest import nearest
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.preparation import Preparation, Targets
-
-from ...reading import Raw, class_order
-from ...reading.errors import BadOption, DataError
+from sparrow.reading import Raw, class_order
+from sparrow.reading.errors import BadOption, DataError
 
 # Classes, columns and people that a message names.
 NAMED = 12

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparrow.protocol.manifest import Array
+from sparrow.reading import Decoded, Raw, class_order
+from sparrow.reading.errors import BadOption
 
-from ...reading import Decoded, Raw, class_order
-from ...reading.errors import BadOption
 from .. import OWN, Seeded, Task
 from ..loading import Samples, ScaledError, batched, cross_entropy
 from ..preparing import (

@@ -13,9 +13,9 @@ import numpy as np
 from sparrow.command_line.nearest import nearest
 from sparrow.protocol.manifest import Array
 from sparrow.protocol.preparation import Preparation, Targets
+from sparrow.reading import Decoded, Raw, ReadOptions, class_order, join, read_file
+from sparrow.reading.errors import BadOption, DataError, NoData
 
-from ...reading import Decoded, Raw, ReadOptions, class_order, join, read_file
-from ...reading.errors import BadOption, DataError, NoData
 from .. import OWN, Task
 from ..datasets import Dataset
 from ..dealing import Dealing, all_training_samples, check_keys, deal, public_samples, read_dealing

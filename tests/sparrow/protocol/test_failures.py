@@ -11,10 +11,10 @@ import pytest
 
 from edge_sdk.engines.training import GRADIENTS, LOSS, TrainingDiverged, UnsoundModel
 from edge_sdk.errors import BadArgument, SdkError, failure_of
-from edge_sdk.reading.errors import NoData
 from sparrow.protocol.errors import BundleError
 from sparrow.protocol.failures import FAILURES, LAST, PATTERN, Failure, explain, in_words, nothing_trained
 from sparrow.protocol.messages import PauseReason
+from sparrow.reading.errors import NoData
 
 SECRET = "/home/ann/secret.csv"
 

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.errors import MissingPart
-from sparrow.protocol.preparation import Preparation
-
+from ..protocol.errors import MissingPart
+from ..protocol.preparation import Preparation
 from .decoded import Decoded, fingerprint
 from .errors import BadOption, DataError
 from .looking import look_at_each

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.preparation import Preparation
-
+from ..protocol.preparation import Preparation
 from .errors import BadOption, DataError
 from .options import ReadOptions
 from .samples import class_order, plural, some

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.errors import MissingPart
-from sparrow.protocol.preparation import Preparation
-
+from ..protocol.errors import MissingPart
+from ..protocol.preparation import Preparation
 from .decoded import Decoded, fingerprint
 from .errors import DataError
 from .looking import look_at_each

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import soundfile
 
-from edge_sdk.reading import Decoded
-from edge_sdk.reading.errors import BadOption, DataError
-from edge_sdk.reading.sounds import resampled_length
 from sparrow.protocol.preparation import Preparation
+from sparrow.reading import Decoded
+from sparrow.reading.errors import BadOption, DataError
+from sparrow.reading.sounds import resampled_length
 
 
 def tone(seconds=0.5, rate=8_000, pitch=440.0, loud=0.5):

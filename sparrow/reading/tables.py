@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.preparation import Column, Preparation
-
+from ..protocol.preparation import Column, Preparation
 from .categories import Names
 from .dialect import TextTable, explain
 from .errors import DataError

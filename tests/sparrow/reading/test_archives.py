@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_sdk.reading import ReadOptions, read_file
-from edge_sdk.reading.errors import DataError
 from sparrow.protocol.preparation import Preparation, Targets
+from sparrow.reading import ReadOptions, read_file
+from sparrow.reading.errors import DataError
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 Y = np.array([0, 1, 0, 1, 0, 1])

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparrow.protocol.preparation import Targets
-
+from ..protocol.preparation import Targets
 from .errors import BadOption, DataError
 from .media import Listing, Medium, counted, medium_of, read_listing, take
 from .options import ReadOptions, Wanted

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.preparation import Column, Preparation
-
+from ..protocol.preparation import Column, Preparation
 from .categories import Names
 from .errors import DataError
 from .media import other_reader, take

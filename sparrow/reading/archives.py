@@ -22,8 +22,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.preparation import Preparation, RawType, Targets
-
+from ..protocol.preparation import Preparation, RawType, Targets
 from .axes import axes_of
 from .errors import DataError
 from .labels import Decided, Labels, Question, decide

@@ -7,10 +7,10 @@ import datetime
 import numpy as np
 import pytest
 
-from edge_sdk.reading import ReadOptions, read_file, read_options
-from edge_sdk.reading.errors import BadOption
-from edge_sdk.reading.times import unit_found, unit_named
 from sparrow.protocol.preparation import Preparation, Targets
+from sparrow.reading import ReadOptions, read_file, read_options
+from sparrow.reading.errors import BadOption
+from sparrow.reading.times import unit_found, unit_named
 
 
 def table(times, labels="a", name="time", **more):

@@ -10,8 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.preparation import Column, Reader
-
+from ..protocol.preparation import Column, Reader
 from .decoded import Decoded
 
 Kind = Literal["classes", "numbers"]

@@ -10,9 +10,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from edge_sdk.reading import ReadOptions, read_file
-from edge_sdk.reading.errors import DataError, NoData
 from sparrow.protocol.preparation import Column, Preparation, Targets
+from sparrow.reading import ReadOptions, read_file
+from sparrow.reading.errors import DataError, NoData
 
 PLAIN = "temp,hum,label\n20.5,1,0\n17.25,2,1\n-3e1,3,0\n"
 VALUES = [[20.5, 1.0], [17.25, 2.0], [-30.0, 3.0]]
@@ -501,6 +501,6 @@ def test_memory_stays_bounded(tmp_path):
 
 
 def test_reading_imports_neither_torch_nor_pandas_nor_pyarrow():
-    code = "import sys, edge_sdk.reading; print({'torch', 'pandas', 'pyarrow', 'onnx'} & set(sys.modules))"
+    code = "import sys, sparrow.reading; print({'torch', 'pandas', 'pyarrow', 'onnx'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

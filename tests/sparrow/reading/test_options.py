@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edge_sdk.reading import ReadOptions, class_order, read_options
-from edge_sdk.reading.errors import BadOption
+from sparrow.reading import ReadOptions, class_order, read_options
+from sparrow.reading.errors import BadOption
 
 
 @pytest.mark.parametrize(

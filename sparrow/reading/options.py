@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sparrow.protocol.preparation import Preparation, Targets
-
+from ..protocol.preparation import Preparation, Targets
 from .errors import BadOption
 
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", "space": " "}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from edge_sdk.reading import ReadOptions, read_file
-from edge_sdk.reading.errors import DataError
+from sparrow.reading import ReadOptions, read_file
+from sparrow.reading.errors import DataError
 
 
 @pytest.fixture

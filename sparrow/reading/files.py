@@ -6,8 +6,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
-from sparrow.protocol.preparation import Preparation, Targets
-
+from ..protocol.preparation import Preparation, Targets
 from .archives import read_archive
 from .dialect import open_text
 from .errors import DataError, NoData

@@ -14,8 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.preparation import MOST_CLASSES, Targets
-
+from ..protocol.preparation import MOST_CLASSES, Targets
 from .categories import Names
 from .errors import BadOption, DataError
 from .numbers import LARGEST, is_missing, number, numbers

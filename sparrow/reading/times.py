@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.command_line.nearest import nearest
-
+from ..command_line.nearest import nearest
 from .errors import DataError
 from .numbers import is_missing, numbers
 from .options import ReadOptions

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.preparation import MOST_CATEGORIES, UNKNOWN
-
+from ..protocol.preparation import MOST_CATEGORIES, UNKNOWN
 from .numbers import is_missing
 from .samples import class_order, plural, some
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from sparrow.protocol.preparation import Preparation
-
+from ..protocol.preparation import Preparation
 from .errors import DataError
 from .samples import some
 

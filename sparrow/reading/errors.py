@@ -1,8 +1,8 @@
 """Errors in the user's data."""
 
-from sparrow.command_line.exits import Exit
-from sparrow.protocol.errors import SdkError
-from sparrow.protocol.failures import Failure
+from ..command_line.exits import Exit
+from ..protocol.errors import SdkError
+from ..protocol.failures import Failure
 
 
 class DataError(SdkError):

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sparrow.command_line.nearest import nearest
-from sparrow.protocol.preparation import MOST_COLUMNS, Preparation
-
+from ..command_line.nearest import nearest
+from ..protocol.preparation import MOST_COLUMNS, Preparation
 from .errors import DataError
 from .numbers import number
 from .options import ReadOptions, Wanted

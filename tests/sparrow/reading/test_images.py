@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_sdk.reading import Decoded, join
-from edge_sdk.reading.errors import BadOption, DataError, NoData
 from sparrow.protocol.preparation import Preparation, Targets
+from sparrow.reading import Decoded, join
+from sparrow.reading.errors import BadOption, DataError, NoData
 
 CHANCE = np.random.default_rng(0)
 
@@ -415,6 +415,6 @@ def test_a_missing_folder_is_not_found(read):
 
 
 def test_pillow_is_imported_for_pictures_alone():
-    code = "import sys, edge_sdk.reading; print(*{'PIL', 'soundfile', 'soxr'} & set(sys.modules))"
+    code = "import sys, sparrow.reading; print(*{'PIL', 'soundfile', 'soxr'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""

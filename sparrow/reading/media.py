@@ -11,8 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.preparation import Preparation, Reader
-
+from ..protocol.preparation import Preparation, Reader
 from .decoded import Decoded
 from .errors import DataError
 from .options import ReadOptions

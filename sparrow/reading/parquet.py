@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.protocol.errors import MissingPart
-
+from ..protocol.errors import MissingPart
 from .dialect import BLOCK, Block
 from .errors import DataError
 from .options import ReadOptions
