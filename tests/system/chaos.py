@@ -87,6 +87,8 @@ def _scenario(name: str, method: str, budgets: Sequence[float], **more: Any) -> 
         "cohort": 4,
         "min_devices": len(budgets),
         "deadline_seconds": 3600.0,
+        # Devices that are killed and wait for their next try may be silent for longer than a minute.
+        "silence_seconds": 3600.0,
         "local_epochs": 1,
         "evaluation_interval": 3,
         "early_stopping": "off",
@@ -308,6 +310,8 @@ class Found:
     acknowledged: int = 0
     last_bits: int = 0
     compared: bool = False
+    # Warnings in the coordinators' logs, which explain a federation that ended differently.
+    warnings: tuple[str, ...] = ()
 
 
 class Lost(AssertionError):
@@ -511,7 +515,9 @@ def _check(world: World, chaos: Chaos) -> Found:
         traces = each.logged(r"(?ms)^Traceback.*?^\w[^\n]*")
         assert not traces, traces[0]
     records, counted = check_records(world, chaos)
-    return check_models(world, chaos, records, counted)
+    found = check_models(world, chaos, records, counted)
+    found.warnings = tuple(line for each in world.coordinators for line in each.logged(r"(?m)^.* WARNING .*$"))
+    return found
 
 
 def run(
@@ -525,7 +531,9 @@ def run(
         peace = machines.peace(scenario) if scenario.same_each_time else None
         chaos, end, found = play(machines, scenario, store, seed=seed, strikes=strikes, families=families)
         if peace is not None and not chaos.damaged:
+            row["warnings"] = found.warnings
             found.compared = end.check_equal(peace)
+            del row["warnings"]
     except KeyboardInterrupt:
         raise
     except BaseException as error:
