@@ -10,7 +10,6 @@ python -m benchmarks claims                             measured figures of the 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +87,7 @@ def _queue(options: argparse.Namespace) -> None:
             print(f"{each.trial.experiment}: {each.trial.name}")
         return
     try:
-        os.nice(19)
+        queue.yield_to_others()
         queue.work(options.data)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command goes on where it was") from None

@@ -9,9 +9,11 @@ settings are chosen first, from the points of the grid that ``NAME.tuning.jsonl`
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +112,20 @@ def _is_done(entry: Entry, trial: Trial, done: Mapping[str, Recorded]) -> bool:
     if recorded is None or recorded.trial.asked != trial:
         return False
     return not entry.anew or recorded.result.provenance is not None
+
+
+def yield_to_others() -> None:
+    """Lower the priority of this process, and of its session if that has no terminal.
+
+    Linux shares the processor among sessions first, so niceness counts only within one (sched(7), "The autogroup
+    feature").
+    """
+    os.nice(19)
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text("19")
 
 
 def work(data: str, path: Path = LIST, results: Path = RESULTS, folder: Path = WORK) -> None:

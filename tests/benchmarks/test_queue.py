@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -138,3 +141,10 @@ def test_an_impossible_list_is_refused(places, old, new, why):
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(BadExperiment, match=why):
         list(queue.waiting(path, places[1]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="no sessions in this kernel's scheduler")
+def test_a_session_without_a_terminal_yields_to_other_sessions():
+    lower = "from benchmarks import queue; queue.yield_to_others(); print(open('/proc/self/autogroup').read())"
+    said = subprocess.run([sys.executable, "-c", lower], start_new_session=True, capture_output=True, check=True)
+    assert said.stdout.decode().split()[-1] == "19"
