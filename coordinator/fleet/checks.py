@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from sparrow.command_line.faults import faults
 from sparrow.protocol.manifest import Manifest
-from sparrow.protocol.secure.groups import choose_sharing, least_cell
+from sparrow.protocol.secure.groups import choose_sharing, least_cell, smallest_cohort
 from sparrow.protocol.secure.numbers import Scale
 from sparrow.protocol.settings import FederationSettings
 
@@ -25,7 +25,8 @@ from ..sums.robust import ACCIDENT, fewest
 
 
 def completed(settings: FederationSettings) -> FederationSettings:
-    """Return the settings completed with the method's defaults, which devices then need not know.
+    """Return the settings completed with the method's defaults, which devices then need not know, and with the least
+    ``min_devices`` and ``cohort`` of a secure federation.
 
     Raises BadContent for an unknown method and for invalid settings of the method.
     """
@@ -39,7 +40,19 @@ def completed(settings: FederationSettings) -> FederationSettings:
         known = ", ".join(settings_type.model_fields) or "no settings of its own"
         wrong = "; ".join(f"method_settings.{name}: {text}" for name, text in faults(error, settings_type.model_fields))
         raise BadContent(f"{wrong}; {settings.method} takes {known}") from None
-    return settings.model_copy(update={"method_settings": own.model_dump(mode="json")})
+    return settings.model_copy(update={"method_settings": own.model_dump(mode="json"), **_least_for_sums(settings)})
+
+
+def _least_for_sums(settings: FederationSettings) -> dict[str, int]:
+    """Return ``min_devices`` and ``cohort`` if they are not given and a secure sum needs more than their defaults."""
+    if not settings.secure:
+        return {}
+    least = {
+        "min_devices": least_cell(settings.secure_colluders),
+        "cohort": smallest_cohort(settings.secure_colluders, settings.secure_dropouts) or 0,
+    }
+    given = settings.model_fields_set
+    return {name: count for name, count in least.items() if name not in given and count > getattr(settings, name)}
 
 
 def check_settings(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:
@@ -49,6 +62,16 @@ def check_settings(method: CoordinatorMethod, manifest: Manifest, settings: Fede
     check_privacy(method, manifest, settings)
     check_buffer(method, settings)
     check_adjustment(method, manifest, settings)
+
+
+def check_begin(settings: FederationSettings) -> None:
+    """Raise BadContent if a new federation would begin with too few devices for a secure sum."""
+    least = least_cell(settings.secure_colluders)
+    if settings.secure and settings.min_devices < least:
+        raise BadContent(
+            f"min_devices: a secure sum of {settings.min_devices} devices hides none of them from a coordinator with "
+            f"{settings.secure_colluders} colluders; set min_devices to at least {least}, or leave it out"
+        )
 
 
 def check_secure(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:
@@ -73,16 +96,14 @@ def check_secure(method: CoordinatorMethod, manifest: Manifest, settings: Federa
         raise BadContent(f"{asked}: not in a secure federation: {why}; leave {asked} or secure out")
     if settings.over_selection or settings.extensions:
         raise BadContent("secure: over_selection and extensions would bring devices in after the keys; leave them out")
-    least = least_cell(settings.secure_colluders)
-    if settings.cohort < least or choose_sharing(settings.cohort, settings.secure_colluders, 0.0) is None:
+    colluders = settings.secure_colluders
+    dropouts = settings.secure_dropouts
+    if choose_sharing(settings.cohort, colluders, dropouts) is None:
+        smallest = smallest_cohort(colluders, dropouts, settings.cohort)
         raise BadContent(
-            f"cohort: {settings.cohort} devices cannot hide updates from a coordinator and "
-            f"{settings.secure_colluders} colluders; set cohort to at least {least + 1}"
-        )
-    if choose_sharing(settings.cohort, settings.secure_colluders, settings.secure_dropouts) is None:
-        raise BadContent(
-            f"secure_dropouts: in a cohort of {settings.cohort} no threshold tolerates {settings.secure_dropouts:.0%} "
-            f"dropouts with {settings.secure_colluders} colluders; lower one of them, or raise the cohort"
+            f"cohort: {settings.cohort} devices cannot hide updates from a coordinator with {colluders} colluders if "
+            f"{dropouts:.0%} of the devices drop out; "
+            + ("lower secure_dropouts or secure_colluders" if smallest is None else f"set cohort to {smallest}")
         )
     if settings.noise_multiplier is not None and settings.update_clip is not None:
         scale = Scale(settings.secure_bits, settings.cohort, settings.secure_range, 1.0)

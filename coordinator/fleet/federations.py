@@ -18,6 +18,7 @@ from sparrow.protocol.messages import (
     FederationInfo,
     FederationStatus,
 )
+from sparrow.protocol.secure.groups import least_cell
 from sparrow.protocol.settings import FederationSettings
 
 from ..errors import (
@@ -95,6 +96,7 @@ class Federations:
                 remedy = {
                     "max_rounds": "set more rounds first",
                     "all_stopped": "every device has stopped early; reopen it after a new device has enrolled",
+                    "too_few": "too few devices still train for a secure sum; reopen it after new ones have enrolled",
                 }
                 raise WrongState(f"{name} would end again at once: {remedy.get(over, over)}")
             if request.action == "reopen":
@@ -191,6 +193,7 @@ class Federations:
             global_model_usable=why_unusable(federation, manifest) is None,
             device_kinds=("sdk",) if no_pages else ("sdk", "page"),
             no_pages_because=no_pages,
+            smallest_sum=least_cell(settings.secure_colluders) if settings.secure else None,
             settings=settings,
         )
 

@@ -60,7 +60,7 @@ from ..storage.tables import (
     Federation,
 )
 from . import publications
-from .checks import check_settings, completed, why_predictable, why_unbounded
+from .checks import check_begin, check_settings, completed, why_predictable, why_unbounded
 from .federations import Federations, find
 
 log = logging.getLogger(__name__)
@@ -237,6 +237,7 @@ class Publisher:
             composed = _composed(method, own, settings, built_in=published is None)
             manifest = method.manifest(composed.manifest, settings)
             published_files = composed.files
+            check_begin(settings)
             check_settings(method, manifest, settings)
             _check_graphs(published_files, manifest, built_in=published is None)
             _check_frozen(published_files.get("frozen"), manifest)

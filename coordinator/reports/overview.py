@@ -26,6 +26,7 @@ from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation, Round
 from .device_list import DeviceLists
 from .metrics import Metrics
+from .missing_sums import missing_sums
 from .open_work import OpenAssignments
 from .records import Records
 from .summary import iso
@@ -101,6 +102,7 @@ class Overviews:
             evaluating, since_round = _evaluations(db, federation)
             rows = _rows(db, federation, first)
             failures = () if info.status in ENDED else tuple(_failures(db, federation))
+            sums = tuple(missing_sums(db, federation))
             evaluated = [row for row in rows if not since_round or row["number"] < since_round]
             return Overview(
                 at=iso(now),
@@ -117,7 +119,7 @@ class Overviews:
                 evaluating_since=since_round,
                 doing={each: count for each, (count, _) in doing.items()},
                 smallest_budget=smallest_budget(federation),
-                notices=(*failures, *self._notices(info, doing, evaluated)),
+                notices=(*failures, *sums, *self._notices(info, doing, evaluated)),
             )
 
     def _notices(

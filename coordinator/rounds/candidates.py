@@ -10,6 +10,7 @@ from sqlalchemy import and_, bindparam, func, or_, select
 from sqlalchemy.orm import Session
 
 from sparrow.protocol.messages import Kind
+from sparrow.protocol.secure.groups import least_cell
 from sparrow.protocol.settings import FederationSettings
 
 from ..draws import Candidate, choose, choose_each, uniform
@@ -104,6 +105,11 @@ def smallest_budget(federation: Federation) -> float:
 def reaches(budget: float, smallest: float) -> bool:
     """Return whether a budget is large enough."""
     return budget >= smallest - SLACK
+
+
+def fewest_devices(settings: FederationSettings) -> int:
+    """Return the smallest number of devices with which a round can change the model: in a secure federation, a cell."""
+    return least_cell(settings.secure_colluders) if settings.secure else 1
 
 
 def most_examples(
@@ -224,29 +230,43 @@ def _or_0(seconds: float | None) -> float:
 
 
 def why_over(db: Session, federation: Federation) -> str | None:
-    """Return the reason if no round follows (``max_rounds`` or ``all_stopped``), else None."""
-    if federation.round >= settings_of(federation).rounds:
+    """Return the reason if no round follows (``max_rounds``, ``all_stopped`` or ``too_few``), else None."""
+    settings = settings_of(federation)
+    if federation.round >= settings.rounds:
         return "max_rounds"
     enrolled = db.execute(_STATUSES, {"federation_id": federation.id}).all()
     # A device whose budget is too small is never drawn, so it does not keep the federation open.
     smallest = smallest_budget(federation)
-    statuses = [status for status, budget, _ in enrolled if status == "stopped" or reaches(budget, smallest)]
-    return "all_stopped" if statuses and all(status == "stopped" for status in statuses) else None
+    counts = Counter[str]()
+    for status, budget, count in enrolled:
+        if status == "stopped" or reaches(budget, smallest):
+            counts[status] += count
+    stopped = counts.pop("stopped", 0)
+    # Devices that have not stopped may be away and return, but if others have stopped, they remain too few.
+    if not stopped or counts.total() >= fewest_devices(settings):
+        return None
+    return "too_few" if counts.total() else "all_stopped"
 
 
 def what_is_missing(db: Session, federation: Federation, now: float) -> str | None:
-    """Describe the device that a running federation needs for its next round; None if a round can open."""
-    if federation.status != "running" or open_round(db, federation) or drawable(db, federation, now):
+    """Describe the devices that a running federation needs for its next round; None if a round can open."""
+    if federation.status != "running" or open_round(db, federation):
         return None
-    if why_over(db, federation):
+    settings = settings_of(federation)
+    there = len(drawable(db, federation, now))
+    least = fewest_devices(settings)
+    if there >= least or why_over(db, federation):
         return None
-    if able(db, federation, now):
+    if not settings.secure and able(db, federation, now):
         return (
             f"a device with a budget of at least {smallest_budget(federation):g}, which {federation.method} needs; "
             f"those that are there have less"
         )
     paused = Counter(device.paused for device in devices_of(db, federation, ("active",)) if device.paused)
+    words = ", ".join(f"{count} {word}" for word, count in sorted(paused.items()))
+    if settings.secure:
+        ready = f"ready: {there}, paused: {words}" if paused else f"ready: {there}"
+        return f"the {least} devices of a secure sum ({ready})"
     if paused:
-        words = ", ".join(f"{count} {word}" for word, count in sorted(paused.items()))
         return f"a device whose policy lets it work (paused: {words})"
     return "a device that still trains and is there; the others may wait or leave"

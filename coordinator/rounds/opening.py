@@ -30,7 +30,7 @@ from .assignments import (
     open_round,
 )
 from .buffered import goes_on, working
-from .candidates import chosen_ratios, draw, drawable, most_examples, situation_of, why_over
+from .candidates import chosen_ratios, draw, drawable, fewest_devices, most_examples, situation_of, why_over
 from .evaluations import ask_for_evaluation
 from .secure import SecureRounds
 from .skew import adjustment
@@ -87,7 +87,7 @@ class Opening:
             if over and not (over == "all_stopped" and going_on):
                 return Step.moved if self._finish(db, federation, over) else Step.nothing
             there = drawable(db, federation, now)
-            if not there and not going_on:
+            if len(there) < fewest_devices(settings) and not going_on:
                 return Step.nothing
             number, size, work, able = self._next_work(db, federation, settings, there)
             more = 0.0 if work.everyone or work.kind is Kind.prepare else settings.over_selection

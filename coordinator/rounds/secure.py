@@ -48,6 +48,10 @@ from .secure_state import PHASES, CellState, SecureState, scale_of, state_of
 log = logging.getLogger(__name__)
 
 
+WHY_NO_SUM = "secure_why"
+"""The note of a round with the reason why it, or one of its cells, has no sum."""
+
+
 def cell_size(settings: FederationSettings) -> int:
     """Return the smallest cell of which enough devices remain if the fraction ``secure_dropouts`` vanishes."""
     least = least_cell(settings.secure_colluders)
@@ -102,13 +106,14 @@ class _Answers:
 
 @dataclass(frozen=True)
 class _Opened:
-    """A cell at the end of its round. lost: as in ``Ended``. metrics: name -> sum, weight."""
+    """A cell at the end of its round. lost: as in ``Ended``. metrics: name -> sum, weight. why: it has updates but no
+    sum."""
 
     sum: CellSum | None
     lost: Mapping[str, str]
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     wrong_shares: int = 0
-    any_left: bool = True
+    why: str | None = None
 
 
 class SecureRounds:
@@ -173,7 +178,10 @@ class SecureRounds:
         settings = settings_of(federation)
         names = [member.name for member in done]
         least = cell_size(settings)
-        sharing = choose_sharing(len(names), settings.secure_colluders, settings.secure_dropouts)
+        colluders = settings.secure_colluders
+        # A small cohort may tolerate fewer dropouts than ``secure_dropouts``, or none; privacy is the same.
+        tolerant = choose_sharing(len(names), colluders, settings.secure_dropouts)
+        sharing = tolerant or choose_sharing(len(names), colluders, 0.0)
         if sharing is None:
             return self._over(federation, current, f"{len(names)} devices sent keys, too few to hide one another")
         # Drawn after the keys arrived, so that no device can choose its key by its neighbours.
@@ -287,7 +295,7 @@ class SecureRounds:
             trained = _members(db, federation.id, current.number, Kind.train.value)
             notes = self._notes(db, federation, current)
         lost = {member.id: f"no sum: {why}" for member in trained if member.status == "done"}
-        return Ended([], lost, notes | {"secure_without_sum": 1})
+        return Ended([], lost, notes | {"secure_without_sum": 1, WHY_NO_SUM: why})
 
     def _open(self, federation: Federation, current: Round, state: SecureState, done: Sequence[_Member]) -> Ended:
         with self._store.reading() as db:
@@ -309,11 +317,14 @@ class SecureRounds:
         # A smaller weight is only rounding error: no device had this metric.
         means = {name: metrics[name] / counted for name, counted in weights.items() if counted > 0.5}
         sums = [each.sum for each in cells if each.sum is not None]
+        closed = [each.why for each in cells if each.why]
         notes |= {
             "secure_cells": len(sums),
-            "secure_cells_without_sum": sum(each.sum is None and each.any_left for each in cells),
+            "secure_cells_without_sum": len(closed),
             "secure_wrong_shares": sum(each.wrong_shares for each in cells),
         }
+        if closed:
+            notes[WHY_NO_SUM] = closed[0]
         if settings_of(federation).masks_metrics:
             notes["metrics"] = means
         return Ended(sums, {key: why for each in cells for key, why in each.lost.items()}, notes)
@@ -333,7 +344,7 @@ class SecureRounds:
         least = least_cell(settings.secure_colluders)
         if len(left) < least:
             why = f"its cell has {len(left)} devices left, at least {least} hide one another"
-            return _Opened(None, lost | dict.fromkeys(ids, why), any_left=bool(left))
+            return _Opened(None, lost | dict.fromkeys(ids, why), why=why if left else None)
         total, mask = self._total(federation, [trained[name] for name in left])
         try:
             opened, bad = open_sum(
@@ -347,7 +358,7 @@ class SecureRounds:
                 threshold=state.threshold,
             )
         except CannotOpen as error:
-            return _Opened(None, lost | dict.fromkeys(ids, f"no sum: {error}"))
+            return _Opened(None, lost | dict.fromkeys(ids, f"no sum: {error}"), why=str(error))
         _warn_of_shares(federation, sorted(state.cohort), bad)
         weight = sum(state.weights[name] for name in left)
         scale = scale_of(settings, cell.names, state.weights)

@@ -110,7 +110,9 @@ class Transport(Connection):
     def completed(self, settings: FederationSettings) -> FederationSettings:
         """Return settings with the method's defaults filled in. Raises WrongSettings."""
         try:
-            return self.ask(FederationSettings, "POST", "/v1/settings", **_json(settings))
+            # The coordinator completes only settings that are not given.
+            given = _json(settings, exclude_unset=True)
+            return self.ask(FederationSettings, "POST", "/v1/settings", **given)
         except NotInstalled:
             raise
         except BadContent as refused:

@@ -77,7 +77,7 @@ class FederationLine(Answer):
 class Notice(Answer):
     """A notice for an operator."""
 
-    kind: Literal["method", "refused", "left_out", "lost", "failed", "offline", "personal"]
+    kind: Literal["method", "refused", "left_out", "lost", "failed", "offline", "personal", "no_sum"]
     text: str
     since: str | None = Field(default=None, description="Time of its start, if known")
     remedy: str | None = Field(default=None, description="Remedy")

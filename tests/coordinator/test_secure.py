@@ -8,19 +8,30 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import safetensors.numpy
+from sqlalchemy import update
 
-from sparrow.coordinator.errors import BadContent, Finished, NameTaken
+from sparrow.coordinator.errors import BadContent, Finished, NameTaken, WrongState
 from sparrow.coordinator.rounds.privacy import epsilon
+from sparrow.coordinator.storage.tables import Device
 from sparrow.coordinator.sums import private as noise
 from sparrow.protocol import bundle
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.evidence import CANDIDATES, GLOBAL, Evidence, Pool, pool_of
 from sparrow.protocol.manifest import Manifest, initial_values
 from sparrow.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
-from sparrow.protocol.messages import Enrol, Evaluation, Receipt, UpdateReport
+from sparrow.protocol.messages import (
+    ChangeDevice,
+    Conditions,
+    Enrol,
+    Evaluation,
+    PauseReason,
+    Receipt,
+    UpdateReport,
+)
 from sparrow.protocol.secure import device as secure
 from sparrow.protocol.secure import pads
 from sparrow.protocol.secure.fine import hide_extras, statistics
+from sparrow.protocol.secure.groups import choose_sharing
 from sparrow.protocol.secure.numbers import Scale
 from sparrow.protocol.skew import ADJUSTS, LabelSketch, skew_of
 
@@ -387,8 +398,10 @@ def test_a_coordinator_that_is_killed_in_a_phase_goes_on(begin, open_coordinator
         ({"method": "heterofl"}, "set method_settings.rows = all"),
         ({"method": "fedsgc", "rounds": 20}, "set method_settings.adjust_interval = 0"),
         ({"method": "lgfedavg", "rounds": 20, "method_settings": {"fedavg_share": 0.5}}, "set method_settings.fedavg"),
-        ({"cohort": 2, "min_devices": 2}, "cannot hide updates"),
-        ({"cohort": 4, "secure_dropouts": 0.5}, "in a cohort of 4 no threshold tolerates"),
+        ({"cohort": 2, "min_devices": 3}, "set cohort to 3$"),
+        ({"cohort": 5, "secure_colluders": 2}, "set cohort to 6$"),
+        ({"cohort": 4, "secure_dropouts": 0.5}, "lower secure_dropouts or secure_colluders$"),
+        ({"cohort": 8, "min_devices": 2}, "set min_devices to at least 3"),
         ({"over_selection": 0.5}, "over_selection and extensions would bring devices in after the keys"),
     ],
 )
@@ -396,6 +409,79 @@ def test_what_cannot_be_secure_is_refused_by_name(open_coordinator, settings, sa
     coordinator = open_coordinator()
     with pytest.raises(BadContent, match=said):
         coordinator.create(**{**SETTINGS, **settings})
+
+
+@pytest.mark.parametrize("colluders", [0, 1, 2, 5, 20])
+def test_a_secure_federation_without_numbers_begins_with_enough_devices(open_coordinator, colluders):
+    coordinator = open_coordinator()
+    coordinator.create(method="fedavg", secure=True, secure_colluders=colluders)
+    settings = coordinator.info().settings
+    assert settings.min_devices == colluders + 2 == coordinator.info().smallest_sum
+    assert choose_sharing(settings.cohort, colluders, settings.secure_dropouts)
+    # The advice for a new federation is accepted.
+    assert "set update_clip" in coordinator.info().notice
+    coordinator.create("again", method="fedavg", secure=True, secure_colluders=colluders, update_clip=1.0)
+    assert coordinator.info("again").notice is None
+
+
+def notices(coordinator):
+    return [(each.text, each.since) for each in coordinator.overviews.look("f").notices if each.kind == "no_sum"]
+
+
+def test_rounds_wait_for_enough_devices_and_are_not_lost(begin):
+    coordinator, devices = begin(3, rounds=3, cohort=8)
+    hot = Conditions(available=False, reason=PauseReason.heat)
+    coordinator.devices.change(devices[0].id, ChangeDevice(conditions=hot))
+    assert play_phases(coordinator, devices[1:]) == 0
+    assert coordinator.info().waiting_for == "the 3 devices of a secure sum (ready: 2, paused: 1 heat)"
+    assert notices(coordinator) == []
+    # Four devices tolerate no dropout, but have a sum.
+    devices += [SecureDevice(coordinator, f"e{n}").enrol() for n in range(2)]
+    assert play_phases(coordinator, devices[1:]) == 1
+    assert coordinator.info().waiting_for is None
+    assert coordinator.record(1).notes["secure_cells"] == 1
+    assert len(coordinator.record(1).cohort) == 4
+
+
+def play_phases(coordinator, devices):
+    """Play until the round of these devices has closed, or no round opens; return the number of closed rounds."""
+    before = coordinator.info().round
+    while coordinator.info().round == before:
+        coordinator.rounds.advance()
+        answers = [device.answer() for device in devices]
+        if not any(answers):
+            break
+    coordinator.rounds.advance()
+    return coordinator.info().round
+
+
+def test_a_round_without_a_sum_is_a_notice_until_one_has_a_sum(begin):
+    coordinator, devices = begin(5, rounds=4)
+    for number in (1, 2):
+        reach(coordinator, devices, "train")
+        for device in devices:
+            assert device.ask().round == number
+        coordinator.clock.now += 101
+        coordinator.rounds.advance()
+        for device in devices:
+            device.ask()
+    assert coordinator.info().round == 2
+    ((text, since),) = notices(coordinator)
+    assert text.startswith("Rounds 1 to 2: no secure sum (no cell has 3 updates")
+    assert since == coordinator.record(1).closed_at
+    assert play_phases(coordinator, devices) == 3
+    assert notices(coordinator) == []
+
+
+def test_a_federation_ends_if_too_few_devices_still_train(begin):
+    coordinator, devices = begin(5, rounds=9)
+    with coordinator.store.writing() as db:
+        stopped = [device.id for device in devices[2:]]
+        db.execute(update(Device).where(Device.id.in_(stopped)).values(status="stopped", stopped_round=0))
+    coordinator.rounds.advance()
+    assert (coordinator.info().status, coordinator.info().reason) == ("finished", "too_few")
+    with pytest.raises(WrongState, match="after new ones have enrolled"):
+        coordinator.change(action="reopen")
 
 
 def test_an_update_that_is_not_masked_is_refused(begin):

@@ -97,7 +97,9 @@ class FederationInfo(Answer):
     method: str
     task: str
     status: FederationStatus
-    reason: str | None = Field(default=None, description="Reason of its end: all_stopped, max_rounds or operator")
+    reason: str | None = Field(
+        default=None, description="Reason of its end: all_stopped, max_rounds, too_few or operator"
+    )
     waiting_for: str | None = Field(default=None, description="Reason why a running federation opens no round")
     warning: str | None = Field(default=None, description="Problem that its method has found")
     notice: str | None = Field(default=None, description="Consequence of its settings that its operator should know")
@@ -130,6 +132,9 @@ class FederationInfo(Answer):
         default=("sdk",), description="Kinds of devices: sdk, and page for a browser at /join/NAME"
     )
     no_pages_because: str | None = Field(default=None, description="Reason why pages cannot take part")
+    smallest_sum: int | None = Field(
+        default=None, description="With secure: least number of devices whose updates are summed"
+    )
     settings: FederationSettings
 
 

@@ -18,6 +18,9 @@ LARGEST_FAILURE = 1e-4
 """Chance per round that a secret is lost because too many of its keepers drop out."""
 
 
+LARGEST_SEARCHED = 100
+
+
 @dataclass(frozen=True)
 class Sharing:
     """neighbours: of each device, k. threshold: shares that reveal a secret, t."""
@@ -34,6 +37,13 @@ def least_cell(colluders: int) -> int:
 def most_of(devices: int, colluders: int) -> int:
     """Return the smallest number of signatures that two different lists cannot both have: more than (n + c) / 2."""
     return (devices + colluders) // 2 + 1
+
+
+def smallest_cohort(colluders: int, dropouts: float, least: int = 0) -> int | None:
+    """Return the smallest number of devices from ``least`` on with a sharing; None if it exceeds
+    ``LARGEST_SEARCHED``."""
+    counts = range(max(least, least_cell(colluders)), LARGEST_SEARCHED + 1)
+    return next((count for count in counts if choose_sharing(count, colluders, dropouts)), None)
 
 
 @lru_cache(maxsize=256)
