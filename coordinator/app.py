@@ -33,6 +33,7 @@ from .errors import Unavailable
 from .fleet.access import Tokens
 from .fleet.devices import Devices
 from .fleet.federations import Federations
+from .fleet.issuing import Issuing
 from .fleet.polling import Polling
 from .fleet.publishing import Publisher
 from .fleet.serving import ServedModels
@@ -119,6 +120,7 @@ class Coordinator:
         self.served = ServedModels(self.store, self.models)
         self.tokens = Tokens(self.store, clock, settings.tokens())
         self.sessions = Sessions(self.store, clock, self.tokens)
+        self.issuing = Issuing(self.store, clock, self.tokens, self.sessions)
         lifetime = settings.device_token_lifetime_days
         self.devices = Devices(
             self.store,

@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,11 @@ log = logging.getLogger(__name__)
 FILE = "clock.json"
 KEEP_SECONDS = 60.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def iso(seconds: float) -> str:
+    """Return seconds since the epoch as ISO 8601 in UTC."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
 
 
 def since_boot() -> float:

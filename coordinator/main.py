@@ -28,6 +28,7 @@ from sparrow.coordinator.api import (
     pages,
     sign_in,
     status,
+    tokens,
 )
 from sparrow.coordinator.api.headers import below_root
 from sparrow.coordinator.api.middleware.authentication import Authentication, UnknownCallers
@@ -131,7 +132,7 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
     ):
         app.add_middleware(middleware)
     # Routes are matched in this order; devices call most often.
-    for module in (device_calls, devices, federations, status, pages, sign_in):
+    for module in (device_calls, devices, federations, tokens, status, pages, sign_in):
         app.include_router(module.router)
     app.include_router(federations.settings_router)
     problems.install(app)

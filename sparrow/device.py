@@ -1,8 +1,9 @@
-"""``sparrow device``: list, inspect and revoke the devices of a federation.
+"""``sparrow device``: list, inspect, revoke and remove the devices of a federation.
 
 sparrow device list lab
 sparrow device show lab pi-3        its work, costs and failures
 sparrow device revoke lab pi-3
+sparrow device remove lab pi-3      revoke it, and leave it out of lists
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ def _options(parser: Parser) -> None:
         "list": "list the devices of a federation",
         "show": "show a device's work, costs and failures",
         "revoke": "revoke a device's token permanently",
+        "remove": "revoke a device's token permanently, and remove the device from lists and counts",
     }.items():
         part = parts.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         add_federation(part)
         if name != "list":
             part.add_argument("device", metavar="DEVICE", help="the device's name")
-        if name == "revoke":
+        if name in ("revoke", "remove"):
             add_yes(part)
         add_coordinator(part)
 
@@ -54,6 +56,9 @@ def _run(options: argparse.Namespace) -> None:
         if options.command == "revoke":
             _revoke(options, transport, device)
             return
+        if options.command == "remove":
+            _remove(options, transport, device)
+            return
         history = transport.device(device.device_id)
         print(history.model_dump_json() if options.json else describe(history))
 
@@ -70,6 +75,16 @@ def _revoke(options: argparse.Namespace, transport: Transport, device: DeviceInf
     sure(options, f"Revoke {device.name}'s token permanently?", f"this would revoke {device.name}'s token permanently")
     transport.change_device(device.device_id, ChangeDevice(revoked=True))
     print(json.dumps({"revoked": device.device_id}) if options.json else f"device {printable(device.name)} is revoked")
+
+
+def _remove(options: argparse.Namespace, transport: Transport, device: DeviceInfo) -> None:
+    sure(
+        options,
+        f"Revoke {device.name}'s token permanently, and remove it from lists and counts?",
+        f"this would revoke {device.name}'s token permanently and remove it from lists",
+    )
+    transport.remove_device(device.device_id)
+    print(json.dumps({"removed": device.device_id}) if options.json else f"device {printable(device.name)} is removed")
 
 
 def as_table(devices: list[DeviceInfo]) -> str:
@@ -146,7 +161,7 @@ def describe(history: DeviceHistory) -> str:
 
 COMMAND = Command(
     "sparrow device",
-    "List, inspect and revoke the devices of a federation.",
+    "List, inspect, revoke and remove the devices of a federation.",
     _options,
     _run,
     epilog="Set SPARROW_ADMIN_TOKEN to the admin token if the coordinator requires one.",

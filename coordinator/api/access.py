@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 
 from ..app import Coordinator
-from ..errors import NotAuthenticated, WrongHost
+from ..errors import NotAllowed, NotAuthenticated, WrongHost
 from ..fleet.access import Holder, Kind
 from ..fleet.devices import UNKNOWN, Caller
 from .middleware.authentication import Identity
@@ -58,6 +58,27 @@ async def known_device(request: Request, _: Annotated[object, Depends(bearer)]) 
 def check_admin(identity: Identity) -> None:
     """Raise NotAuthenticated, WrongHost unless the caller is an administrator."""
     _need(identity, None, "admin")
+
+
+async def token_maker(identity: TheIdentity) -> Holder:
+    """Return the calling administrator. Raises NotAuthenticated, WrongHost; NotAllowed without an admin token, also if
+    none exists.
+
+    If everybody could make the first token of a kind, anyone on the network could lock the operator out.
+    """
+    check_admin(identity)
+    if not makes_tokens(identity):
+        raise NotAllowed(
+            "tokens are made and shown only with an admin token, and this coordinator has none; create the first one "
+            "on the coordinator's machine: sparrow token create admin --records"
+        )
+    assert isinstance(identity.caller, Holder)
+    return identity.caller
+
+
+def makes_tokens(identity: Identity) -> bool:
+    """Return whether the caller has an admin token."""
+    return isinstance(identity.caller, Holder) and identity.caller.kind == "admin"
 
 
 def is_admin(identity: Identity) -> bool:
@@ -148,3 +169,4 @@ MemberOnly = Depends(member)
 ProspectiveMemberOnly = Depends(prospective_member)
 EnrollerOnly = Depends(enroller)
 KnownDevice = Annotated[Caller, Depends(known_device)]
+TokenMaker = Annotated[Holder, Depends(token_maker)]

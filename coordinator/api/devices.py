@@ -25,6 +25,7 @@ from ..fleet.access import Holder
 from ..fleet.devices import Caller
 from ..reports.device_list import DeviceQuery, Order
 from .access import (
+    AdminOnly,
     EnrollerOnly,
     KnownDevice,
     ObserverOnly,
@@ -116,6 +117,14 @@ async def change_device(
         check_admin(identity)
     coordinator.found_nothing.forget(device_id)
     await coordinator.writers.run(coordinator.devices.change, device_id, change)
+    coordinator.fact_recorded()
+
+
+@router.delete("/devices/{device_id}", status_code=204, dependencies=[AdminOnly])
+async def remove_device(device_id: str, coordinator: TheCoordinator) -> None:
+    """Revoke a device and remove it from lists and counts. Records of rounds keep its name."""
+    coordinator.found_nothing.forget(device_id)
+    await coordinator.writers.run(coordinator.devices.remove, device_id)
     coordinator.fact_recorded()
 
 

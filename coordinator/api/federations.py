@@ -251,7 +251,8 @@ def make_join_link(
     """Return a link that turns a browser into a device of the federation, and its QR code."""
     response.headers["Cache-Control"] = "no-store"
     server = str(request.base_url) if wanted.server is None else wanted.server
-    return links.make(coordinator.federations.get(name), server, wanted.token, coordinator.tokens)
+    info = coordinator.federations.get(name)
+    return links.make(info, server, links.checked(wanted.token, name, coordinator.tokens))
 
 
 @router.get("/{name}/manifest", dependencies=[ProspectiveMemberOnly])

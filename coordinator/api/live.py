@@ -10,7 +10,7 @@ from sparrow.protocol.overview import Overview, RoundPoint
 from ..calls.live_views import LiveView
 from ..errors import NotAuthenticated, NotFound, Unavailable
 from ..fleet.access import Holder
-from .access import is_admin, own_federation
+from .access import is_admin, makes_tokens, own_federation
 from .middleware.authentication import Identity
 
 STILL_HERE_SECONDS = 15.0
@@ -59,6 +59,7 @@ def seen_by(identity: Identity, overview: Overview) -> Overview:
     rights = {
         "enrolment_guarded": "enrolment" in identity.guarded,
         "may_change": is_admin(identity),
+        "makes_tokens": makes_tokens(identity),
         "signed_in": isinstance(identity.caller, Holder),
     }
     return overview.model_copy(update={"federations": lines, **rights})

@@ -1,9 +1,9 @@
 """Tokens of operators, from the settings and from the records, kept as digests.
 
 Tokens are of three kinds: ``admin`` to create and change federations, ``observer`` to view, ``enrolment`` to enrol
-devices. They come from the settings (``COORDINATOR_ADMIN_TOKEN`` and so on) or from the records, which ``sparrow
-token`` changes, also while a coordinator runs. A look-up is cached for ``REMEMBER_SECONDS``, after which every process
-knows of a revocation.
+devices. They come from the settings (``COORDINATOR_ADMIN_TOKEN`` and so on) or from the records, which administrators'
+calls and ``sparrow token --records`` change (``fleet.issuing``). A look-up is cached for ``REMEMBER_SECONDS``, after
+which every process knows of a revocation.
 
 A secret is 256 random bits after a prefix with its kind, for scanners of leaked secrets. It is looked up by its
 SHA-256, so the timing of a look-up depends on a digest that a caller cannot choose.
@@ -17,17 +17,19 @@ import hmac
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar, cast, get_args
+from typing import Generic, TypeVar, cast, get_args
 
 from sqlalchemy import ColumnElement, or_, select, update
 from sqlalchemy.orm import Session
+
+from sparrow.protocol.messages import TokenKind
 
 from ..errors import NotAuthenticated
 from ..storage.store import Store
 from ..storage.tables import Federation, Token
 
 Caller = TypeVar("Caller")
-Kind = Literal["admin", "observer", "enrolment"]
+Kind = TokenKind
 KINDS: tuple[Kind, ...] = get_args(Kind)
 PREFIXES = {
     "admin": "sparrow_admin_",
@@ -87,15 +89,16 @@ class Holder:
 def new_token(
     kind: str,
     now: float,
+    secret: str,
     *,
     note: str = "",
     uses: int | None = None,
     seconds: float | None = None,
     federation_id: int | None = None,
-) -> tuple[Token, str]:
-    """Return a new token and its secret. seconds: its lifetime; None for ever."""
-    secret = new_secret(kind)
-    token = Token(
+    made_by: str | None = None,
+) -> Token:
+    """Return a new token with this secret. seconds: its lifetime; None for ever. made_by: as in the table."""
+    return Token(
         id=secrets.token_hex(8),
         kind=kind,
         note=note,
@@ -103,10 +106,10 @@ def new_token(
         federation_id=federation_id,
         max_uses=uses,
         uses=0,
+        made_by=made_by,
         created_at=now,
         expires_at=None if seconds is None else now + seconds,
     )
-    return token, secret
 
 
 class Remembered(Generic[Caller]):
@@ -178,11 +181,12 @@ class Tokens:
         """
         if self.guarded():
             return {}
-        made = {kind: new_token(kind, self._clock(), note="made at the first start on a network") for kind in KINDS}
-        found = {kind: secret for kind, (_, secret) in made.items()}
+        found = {kind: new_secret(kind) for kind in KINDS}
         keep(found)
+        note = "made at the first start on a network"
+        now = self._clock()
         with self._store.writing() as db:
-            db.add_all(token for token, _ in made.values())
+            db.add_all(new_token(kind, now, secret, note=note) for kind, secret in found.items())
         self.forget()
         return found
 

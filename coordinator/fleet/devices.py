@@ -224,9 +224,7 @@ class Devices:
         """Change a device's budget (from the next round on) or conditions, or revoke it. Raises NotFound."""
         revoked = None
         with self._store.writing() as db:
-            device = db.get(Device, device_id)
-            if device is None:
-                raise NotFound("this device does not exist; GET /v1/federations/NAME/devices lists all")
+            device = _existing(db, device_id)
             now = self._clock()
             record = partial(events.record, db, device.federation_id, now=now, device=device.name)
             if request.budget is not None:
@@ -271,6 +269,17 @@ class Devices:
                 revoke(db, device)
         self._forget(revoked)
 
+    def remove(self, device_id: str) -> None:
+        """Revoke a device and remove it from lists and counts; records of rounds keep it. Raises NotFound."""
+        with self._store.writing() as db:
+            device = _existing(db, device_id)
+            if device.status != "revoked":
+                events.record(db, device.federation_id, EventKind.removed, now=self._clock(), device=device.name)
+            revoke(db, device)
+            device.removed = True
+            revoked = device.token_sha256
+        self._forget(revoked)
+
 
 _HOLDER = (
     select(Device, Federation)
@@ -278,6 +287,13 @@ _HOLDER = (
     .where(or_(Device.token_sha256 == bindparam("digest"), Device.next_token_sha256 == bindparam("digest")))
 )
 UNKNOWN = "the device token is unknown or revoked; enrol again"
+
+
+def _existing(db: Session, device_id: str) -> Device:
+    device = db.get(Device, device_id)
+    if device is None:
+        raise NotFound("this device does not exist; GET /v1/federations/NAME/devices lists all")
+    return device
 
 
 def revoke(db: Session, device: Device) -> None:

@@ -78,6 +78,10 @@ class Sessions:
             _delete(db, session_id)
         self._remembered.forget(digest_of(session_id))
 
+    def forget(self) -> None:
+        """Clear the cache after tokens were revoked."""
+        self._remembered.clear()
+
     def known_holder(self, session_id: str) -> Holder | None:
         """Return the cached holder of a session's token, without a query."""
         return self._remembered.get(digest_of(session_id))

@@ -29,6 +29,7 @@ from sparrow.protocol.messages import (
     UpdateReport,
 )
 
+from ..clock import iso
 from ..errors import NotFound, read_stored
 from ..fleet.federations import find
 from ..models.global_models import settings_of
@@ -37,7 +38,6 @@ from ..rounds.candidates import SLACK, smallest_budget
 from ..rounds.secure_state import PHASES
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation
-from .summary import iso
 
 # fmt: off
 Order = Literal[
@@ -85,7 +85,7 @@ class DeviceLists:
         with self._store.reading() as db:
             federation = find(db, federation_name)
             doing = self._doing(federation)
-            those = [Device.federation_id == federation.id]
+            those = [Device.federation_id == federation.id, Device.removed.is_(False)]
             if query.search:
                 texts = (Device.name, Device.profile["board"].as_string())
                 those.append(or_(*(text.icontains(query.search, autoescape=True) for text in texts)))
@@ -136,7 +136,8 @@ class DeviceLists:
     def count_doing(self, db: Session, federation: Federation) -> dict[Doing, tuple[int, float]]:
         """Return, per activity, the number of devices and the earliest time at which one was last seen."""
         doing = self._doing(federation).label("doing")
-        each = select(doing, Device.seen_at).where(Device.federation_id == federation.id).subquery()
+        those = (Device.federation_id == federation.id, Device.removed.is_(False))
+        each = select(doing, Device.seen_at).where(*those).subquery()
         rows = db.execute(select(each.c.doing, func.count(), func.min(each.c.seen_at)).group_by(each.c.doing))
         return {Doing(row[0]): (row[1], row[2]) for row in rows}
 

@@ -10,10 +10,10 @@ from sqlalchemy.orm import Session
 
 from sparrow.protocol.overview import Notice
 
+from ..clock import iso
 from ..models.global_models import settings_of
 from ..rounds.secure import WHY_NO_SUM
 from ..storage.tables import Federation, Round
-from .summary import iso
 
 LOOKED_AT = 100
 """Closed rounds that are read."""

@@ -9,11 +9,11 @@ from sqlalchemy.orm import Session
 
 from sparrow.protocol.messages import FederationStatus, Kind, OpenAssignment, OpenWork
 
+from ..clock import iso
 from ..fleet.federations import find
 from ..rounds.last_seen import LastSeen
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device
-from .summary import iso
 
 
 class OpenAssignments:

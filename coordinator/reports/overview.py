@@ -18,6 +18,7 @@ from sparrow.protocol.failures import explain
 from sparrow.protocol.messages import Doing, FederationInfo, Kind
 from sparrow.protocol.overview import FederationLine, Notice, OpenRound, Overview, RoundPoint
 
+from ..clock import iso
 from ..fleet.federations import Federations
 from ..models.global_models import Models, settings_of
 from ..rounds.assignments import COHORT_KINDS, JUDGING_KINDS, UNCOUNTED, open_round
@@ -29,7 +30,6 @@ from .metrics import Metrics
 from .missing_sums import missing_sums
 from .open_work import OpenAssignments
 from .records import Records
-from .summary import iso
 
 MOST_POINTS = 240
 MOST_NAMES = 100

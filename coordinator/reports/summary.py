@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from statistics import fmean, median
 from typing import Any
 
@@ -22,6 +21,7 @@ from sparrow.protocol.messages import (
     UpdateReport,
 )
 
+from ..clock import iso
 from ..errors import read_stored
 from ..rounds.assignments import COHORT_KINDS, DAMAGED, JUDGING_KINDS, weight_of
 from ..rounds.secure_state import PHASES
@@ -219,11 +219,6 @@ def _of_judging(judged: Sequence[tuple[Assignment, Receipt]]) -> dict[str, Any]:
         "evaluation_bytes_up": sum(upload.bytes_up for upload in uploads),
         "evaluation": _add([*phases, *uploads]),
     }
-
-
-def iso(seconds: float) -> str:
-    """Return seconds since the epoch as ISO 8601 in UTC."""
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
 
 
 def upload_of(assignment: Assignment) -> Phase:

@@ -10,10 +10,10 @@ from sparrow.protocol.events import Event as Told
 from sparrow.protocol.events import EventKind, Events
 from sparrow.protocol.failures import in_words
 
+from ..clock import iso
 from ..fleet.federations import find
 from ..storage.store import Store
 from ..storage.tables import Event
-from .summary import iso
 
 
 @dataclass(frozen=True)

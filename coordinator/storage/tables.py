@@ -111,7 +111,8 @@ class Device(Base):
     model it can rebuild. ``num_examples``: training samples, reported at enrolment, later, or first with an update.
     ``bytes_down``, ``bytes_up``: total traffic. ``paused``: its policy's reason for being away; ``limited_by``: limit
     of its budget. ``next_token_sha256``: a new token that replaces ``token_sha256`` at its first use. ``failure``:
-    reason of its last failed work (``messages.DeviceFailure``), until an update is accepted. ``identity_key``: public
+    reason of its last failed work (``messages.DeviceFailure``), until an update is accepted. ``removed``: revoked, and
+    no longer listed or counted. ``identity_key``: public
     key in secure rounds, which never changes. ``sort_name``: key of natural order. ``accuracy``: last reported, of its
     personal or else the global model; ``seconds``: download and training of its last update.
     """
@@ -147,6 +148,7 @@ class Device(Base):
     paused: Mapped[str | None] = mapped_column(String(16))
     rest_until: Mapped[float] = mapped_column(default=0.0)
     refusals: Mapped[int] = mapped_column(default=0, server_default="0")
+    removed: Mapped[bool] = mapped_column(default=False, server_default=false())
     failure: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     accuracy: Mapped[float | None]
     seconds: Mapped[float | None]
@@ -300,10 +302,11 @@ class Assignment(Base):
 
 
 class Token(Base):
-    """A token made with ``sparrow token``; only the SHA-256 of its secret is stored.
+    """A token of an operator; only the SHA-256 of its secret is stored.
 
-    ``kind``: admin, observer, enrolment. ``uses``: devices enrolled with it, at most ``max_uses``. Tokens are never
-    deleted, even with their federation: their kind remains guarded.
+    ``kind``: admin, observer, enrolment. ``uses``: devices enrolled with it, at most ``max_uses``. ``made_by``: id of
+    the admin token of the call that made it, ``settings`` for the one of the settings, None if it was made on the
+    coordinator's machine. Tokens are never deleted, even with their federation: their kind remains guarded.
     """
 
     __tablename__ = "tokens"
@@ -315,6 +318,7 @@ class Token(Base):
     federation_id: Mapped[int | None] = mapped_column(ForeignKey("federations.id"))
     max_uses: Mapped[int | None]
     uses: Mapped[int] = mapped_column(default=0)
+    made_by: Mapped[str | None] = mapped_column(String(16))
     created_at: Mapped[float]
     expires_at: Mapped[float | None]
     revoked_at: Mapped[float | None]

@@ -8,6 +8,7 @@ no other.
 from __future__ import annotations
 
 import io
+import shlex
 from collections.abc import Iterator
 from urllib.parse import quote, urlsplit
 
@@ -23,19 +24,19 @@ from ..fleet.access import Tokens
 from . import runtime
 
 
-def make(info: FederationInfo, server: str, token: str | None, tokens: Tokens) -> JoinLink:
+def make(info: FederationInfo, server: str, token: str | None) -> JoinLink:
     """Return the join link of a federation at the coordinator's address ``server``, with hints.
 
-    An address such as localhost is replaced by this machine's address in its network. Raises NotFound if no page can
-    take part, NotAllowed for the token, BadContent for the address.
+    An address such as localhost is replaced by this machine's address in its network. token: an enrolment token, if
+    devices need one. Raises NotFound if no page can take part, BadContent for the address.
     """
     if "page" not in info.device_kinds:
         raise NotFound(f"no page can take part in {info.name}: {info.no_pages_because}; use sparrow join")
     address, own = _reachable(server)
     link = f"{address}/join/{info.name}"
     fragment = []
-    if "enrolment" in tokens.guarded():
-        fragment.append(f"token={quote(_checked(token, info.name, tokens), safe='')}")
+    if token is not None:
+        fragment.append(f"token={quote(token, safe='')}")
     if info.publisher is not None:
         fragment.append(f"publisher={fingerprint(info.publisher).replace('-', '')}")
     if fragment:
@@ -47,11 +48,25 @@ def make(info: FederationInfo, server: str, token: str | None, tokens: Tokens) -
     return JoinLink(link=link, svg=svg.getvalue().decode(), hints=tuple(_hints(link, own)))
 
 
-def _checked(token: str | None, federation: str, tokens: Tokens) -> str:
-    """Return the token if it permits enrolling in this federation and nothing else.
+def command(info: FederationInfo, server: str, token: str | None) -> str:
+    """Return the command with which another device joins; arguments and errors as in ``make``."""
+    address, _ = _reachable(server)
+    words = ["sparrow", "join", "--server", address, "--federation", info.name]
+    if info.publisher is not None:
+        words += ["--publisher", fingerprint(info.publisher)]
+    given = "" if token is None else f"SPARROW_ENROLMENT_TOKEN={shlex.quote(token)} "
+    return given + shlex.join(words)
+
+
+def checked(token: str | None, federation: str, tokens: Tokens) -> str | None:
+    """Return the token if it permits enrolling in this federation and nothing else; None if devices need none.
+
+    Raises NotAllowed.
 
     A wrong token gets 403 instead of 401, on which a browser would forget its user's own token.
     """
+    if "enrolment" not in tokens.guarded():
+        return None
     another = f"sparrow token create enrolment --federation {federation} makes one"
     if token is None:
         raise NotAllowed(

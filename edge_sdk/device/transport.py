@@ -7,6 +7,7 @@ import io
 import json
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -172,6 +173,19 @@ class Transport(Connection):
         """
         return self.ask(messages.JoinLink, "POST", f"/v1/federations/{name}/join-link", **_json(wanted))
 
+    def create_token(self, wanted: messages.CreateToken) -> messages.MadeToken:
+        """Create an operator's token. Raises NotFound for its federation."""
+        return self.ask(messages.MadeToken, "POST", "/v1/tokens", **_json(wanted))
+
+    def tokens(self) -> list[messages.TokenInfo]:
+        """Return all operators' tokens, newest first."""
+        return self.ask_all(messages.TokenInfo, "/v1/tokens")
+
+    def revoke_token(self, token_id: str, *, made: bool) -> tuple[str, ...]:
+        """Revoke a token; with ``made`` also the tokens made with it. Return their ids. Raises NotFound."""
+        path = f"/v1/tokens/{quote(token_id, safe='')}"
+        return self.ask(messages.RevokedTokens, "DELETE", path, params={"made": made}).revoked
+
     def enrol(self, federation: str, request: messages.Enrol) -> messages.Enrolled:
         """Enrol this device."""
         return self.ask(messages.Enrolled, "POST", f"/v1/federations/{federation}/devices", **_json(request))
@@ -252,6 +266,10 @@ class Transport(Connection):
         if change.conditions is not None and change.conditions.reason:
             _listed(change.conditions.reason)
         self.call("PATCH", f"/v1/devices/{device_id}", **_json(change))
+
+    def remove_device(self, device_id: str) -> None:
+        """Revoke a device and remove it from lists and counts."""
+        self.call("DELETE", f"/v1/devices/{device_id}")
 
     def new_token(self, device_id: str, enrolment_key: str) -> str:
         """Return a new token. The old one stays valid until the new one is used: store it before that."""

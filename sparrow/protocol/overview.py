@@ -110,4 +110,5 @@ class Overview(Answer):
     notices: tuple[Notice, ...]
     enrolment_guarded: bool = Field(default=False, description="Whether a device needs an enrolment token to join")
     may_change: bool = Field(default=False, description="Whether the caller may change the federation")
+    makes_tokens: bool = Field(default=False, description="Whether the caller may make and revoke tokens")
     signed_in: bool = Field(default=False, description="Whether the caller has an operator's token")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import func, inspect, select
 
-from sparrow.coordinator.commands.tokens import create as create_token
 from sparrow.coordinator.errors import DifferentFederation, FederationDeleted, NotFound, WrongState
+from sparrow.coordinator.fleet import issuing
 from sparrow.coordinator.fleet.access import digest_of
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds.cleanup import clear_all
 from sparrow.coordinator.storage.blobs import FolderBlobs
 from sparrow.coordinator.storage.tables import Base, DeletedDevice, DeletedFederation, Lease, Token
-from sparrow.protocol.messages import ChangeFederation, CompareFederation
+from sparrow.protocol.messages import ChangeFederation, CompareFederation, CreateToken
 from sparrow.protocol.settings import FederationSettings
 
 from .fakes import CALM, DIGITS
@@ -49,8 +49,7 @@ def test_nothing_of_a_deleted_federation_stays_and_others_do(coordinator, answer
     devices = coordinator.enrol("a", "b")
     play(coordinator, devices)
     with coordinator.store.writing() as db:
-        token, _ = create_token(db, "enrolment", 0, note="", uses=None, seconds=None, federation="f")
-        token_id = token.id
+        token_id = issuing.create(db, CreateToken(kind="enrolment", federation="f"), 0.0).id
     coordinator.federations.delete("f")
     assert rows(coordinator) == before
     assert blobs(coordinator) == files

@@ -189,13 +189,13 @@ def test_so_is_an_address_in_the_place_of_a_federation(sparrow):
 
 def test_so_is_a_database_of_another_kind(fails, monkeypatch):
     monkeypatch.setenv("COORDINATOR_DATABASE_URL", "mysql://me:secret@localhost/sparrow")
-    assert "secret" not in fails(Exit.USAGE, "token", "list")
+    assert "secret" not in fails(Exit.USAGE, "token", "list", "--records")
 
 
 @pytest.mark.parametrize("name", ["serve", "token"])
 def test_so_is_a_setting_that_cannot_be(fails, monkeypatch, name):
     monkeypatch.setenv("COORDINATOR_TICK_SECONDS", "often")
-    line = fails(Exit.USAGE, name, *(["list"] if name == "token" else []))
+    line = fails(Exit.USAGE, name, *(["list", "--records"] if name == "token" else []))
     assert "COORDINATOR_TICK_SECONDS: often cannot work; give a number" in line
     monkeypatch.delenv("COORDINATOR_TICK_SECONDS")
     for text, said in (
@@ -203,7 +203,7 @@ def test_so_is_a_setting_that_cannot_be(fails, monkeypatch, name):
         ('{"ruonds": 3}', "ruonds: there is no such setting (did you mean"),
     ):
         monkeypatch.setenv("COORDINATOR_DEFAULT_SETTINGS", text)
-        assert said in fails(Exit.USAGE, name, *(["list"] if name == "token" else []))
+        assert said in fails(Exit.USAGE, name, *(["list", "--records"] if name == "token" else []))
 
 
 def test_so_is_a_port_that_there_is_not(fails, tmp_path, monkeypatch):
@@ -276,7 +276,7 @@ def test_the_nearest_limit_of_a_policy_and_part_of_data_are_told(fails, guarded,
     ("name", "lacks", "extra"),
     [
         ("serve", "uvicorn", "[coordinator]"),
-        ("token", "sqlalchemy", "[coordinator]"),
+        ("token", "httpx", ""),
         ("completion", "shtab", "[completion]"),
         ("status", "httpx", ""),
         ("track", "httpx", ""),
@@ -336,7 +336,7 @@ def test_a_database_that_is_down_does_not_answer_either(fails, closed, monkeypat
     pytest.importorskip("psycopg")
     where = closed.removeprefix("http://")
     monkeypatch.setenv("COORDINATOR_DATABASE_URL", f"postgresql://me:secret@{where}/sparrow")
-    line = fails(Exit.UNREACHABLE, "token", "list")
+    line = fails(Exit.UNREACHABLE, "token", "list", "--records")
     assert "the database failed (OperationalError); check that it is running" in line
 
 
@@ -393,7 +393,7 @@ def test_a_misspelt_method_task_or_experiment_is_told_with_the_nearest(fails, gu
         ["evaluate", "default", "--data", "none.npz"],
         ["backup", "copy"],
         ["restore", "none"],
-        ["token", "list"],
+        ["token", "list", "--records"],
         ["profile", "--task", "none"],
         ["profile", "--task", "npz", "--data", "none.npz"],
         ["publish", "lab", "--task", "none"],
@@ -460,9 +460,9 @@ def test_a_full_disk_keeps_the_operator_from_tokens_and_backups(fails, sparrow, 
     monkeypatch.setenv("COORDINATOR_DATA_DIR", str(small_disk / "data"))
     with serving(Settings(data_dir=small_disk / "data")):
         pass
-    assert sparrow("token", "create", "admin")[0] == Exit.DONE
+    assert sparrow("token", "create", "admin", "--records")[0] == Exit.DONE
     fill(small_disk)
-    assert "full" in fails(Exit.FULL, "token", "create", "admin")
+    assert "full" in fails(Exit.FULL, "token", "create", "admin", "--records")
     monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "data"))
     with serving(Settings(data_dir=tmp_path / "data")):
         pass
@@ -662,15 +662,14 @@ def test_tokens_through_the_one_command(sparrow, tmp_path, monkeypatch):
     monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "data"))
     with serving(Settings(data_dir=tmp_path / "data", default_task="")):
         pass
-    made = json.loads(sparrow("token", "create", "enrolment", "--uses", "2", "--json")[1])
+    made = json.loads(sparrow("token", "create", "enrolment", "--uses", "2", "--records", "--json")[1])
     assert made["secret"].startswith("sparrow_enrol_")
-    (listed,) = json.loads(sparrow("token", "list", "--json")[1])
+    (listed,) = json.loads(sparrow("token", "list", "--records", "--json")[1])
     assert (listed["id"], listed["status"]) == (made["id"], "valid")
-    assert json.loads(sparrow("token", "revoke", made["id"], "--yes", "--json")[1]) == {
-        "id": made["id"],
-        "revoked": True,
+    assert json.loads(sparrow("token", "revoke", made["id"], "--yes", "--records", "--json")[1]) == {
+        "revoked": [made["id"]]
     }
-    assert sparrow("token", "revoke", "nobody", "--yes")[0] == Exit.NOT_FOUND
+    assert sparrow("token", "revoke", "nobody", "--yes", "--records")[0] == Exit.NOT_FOUND
 
 
 def test_a_federation_is_published_and_told_as_json(sparrow, guarded, monkeypatch):

@@ -27,6 +27,7 @@ def lab(tmp_path_factory):
 def night(lab, monkeypatch):
     """The address of a coordinator with the federation ``night``."""
     monkeypatch.setenv("SPARROW_ADMIN_TOKEN", ADMIN)
+    lab.patch("/v1/federations/night", json={"action": "stop"})
     lab.delete("/v1/federations/night")
     lab.post("/v1/federations", json={"name": "night", "task": "digits", "settings": {"min_devices": 1}})
     return str(lab.base_url).rstrip("/")
@@ -90,6 +91,7 @@ def enrolled(night, lab):
         ),
         (("federation", "delete", "night"), "Delete night, its 1 devices", "federation night is deleted"),
         (("device", "revoke", "night", "pi"), "Revoke pi's token permanently?", "device pi is revoked"),
+        (("device", "remove", "night", "pi"), "and remove it from lists and counts?", "device pi is removed"),
     ],
 )
 def test_before_what_cannot_be_undone_a_person_is_asked_and_a_program_says_yes(
@@ -118,14 +120,14 @@ def test_so_is_who_takes_a_token_away(sparrow, fails, tmp_path, monkeypatch):
     monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "data"))
     with serving(Settings(data_dir=tmp_path / "data", default_task="")):
         pass
-    made = json.loads(sparrow("token", "create", "admin", "--json")[1])["id"]
+    made = json.loads(sparrow("token", "create", "admin", "--records", "--json")[1])["id"]
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    assert "give --yes" in fails(Exit.USAGE, "token", "revoke", made)
+    assert "give --yes" in fails(Exit.USAGE, "token", "revoke", made, "--records")
     for answer, code in (("n\n", Exit.INTERRUPTED), ("y\n", Exit.DONE)):
-        assert json.loads(sparrow("token", "list", "--json")[1])[0]["status"] == "valid"
+        assert json.loads(sparrow("token", "list", "--records", "--json")[1])[0]["status"] == "valid"
         monkeypatch.setattr("sys.stdin", Person(answer))
-        assert sparrow("token", "revoke", made)[0] == code
-    assert json.loads(sparrow("token", "list", "--json")[1])[0]["status"] == "revoked"
+        assert sparrow("token", "revoke", made, "--records")[0] == code
+    assert json.loads(sparrow("token", "list", "--records", "--json")[1])[0]["status"] == "revoked"
 
 
 def test_settings_may_stand_anywhere_on_the_line(sparrow, fails, night, lab):
@@ -215,3 +217,47 @@ def test_a_model_is_downloaded_as_what_its_name_says(sparrow, fails, night, tmp_
     assert "give a name that ends in .onnx or .safetensors" in fails(
         Exit.USAGE, "model", "download", "night", "--out", "night.pt", *server
     )
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_made_listed_and_revoked_over_http(sparrow, fails, night, lab, monkeypatch):
+    server = ("--server", night)
+    words = ("create", "enrolment", "--uses", "2", "--expires", "7d", "--federation", "night", "--note", "ward 3")
+    code, out, err = sparrow("token", *words, *server)
+    secret = out.strip()
+    assert (code, secret.startswith("sparrow_enrol_")) == (0, True)
+    assert "for 2 devices" in err
+    device = {"name": "pi", "enrolment_key": "k" * 32}
+    bearer = {"Authorization": f"Bearer {secret}"}
+    enrolled = lab.post("/v1/federations/night/devices", json=device, headers=bearer).raise_for_status().json()
+    (listed,) = json.loads(sparrow("token", "list", *server, "--json")[1])
+    assert (listed["uses"], listed["max_uses"], listed["made_by"]) == (1, 2, "settings")
+    assert "ward 3" in sparrow("token", "list", *server)[1]
+    assert "give --yes" in fails(Exit.USAGE, "token", "revoke", listed["id"], *server)
+    for wanted in (listed["id"], enrolled["device_id"]):
+        answer = sparrow("token", "revoke", wanted, *server, "--yes", "--json")[1]
+        assert json.loads(answer) == {"revoked": [wanted]}
+    assert lab.get("/v1/federations/night/devices").json()[0]["status"] == "revoked"
+    fails(Exit.NOT_FOUND, "token", "revoke", "nobody", *server, "--yes")
+    wrong = ("create", "observer", "--federation", "nihgt")
+    assert "did you mean night?" in fails(Exit.NOT_FOUND, "token", *wrong, *server)
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", secret)
+    fails(Exit.REFUSED, "token", "list", *server)
+
+
+def test_what_a_thief_made_is_revoked_over_http(sparrow, night, monkeypatch):
+    server = ("--server", night, "--json")
+    stolen = json.loads(sparrow("token", "create", "admin", *server)[1])
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", stolen["secret"])
+    made = json.loads(sparrow("token", "create", "admin", *server)[1])
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", ADMIN)
+    revoked = json.loads(sparrow("token", "revoke", stolen["id"], "--made", "--yes", *server)[1])["revoked"]
+    assert revoked == [stolen["id"], made["id"]]
+
+
+def test_a_removed_device_is_not_listed(sparrow, night, enrolled):
+    code, out, _ = sparrow("device", "remove", "night", "pi", "--server", night, "--yes")
+    assert (code, out) == (0, "device pi is removed\n")
+    assert sparrow("device", "list", "night", "--server", night)[1] == "no devices yet\n"

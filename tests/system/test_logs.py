@@ -31,7 +31,7 @@ def test_every_line_is_json_and_none_holds_a_secret(coordinator):
         return httpx.request(method, f"{coordinator.url}{path}", headers=headers, timeout=10, **more)
 
     made = subprocess.run(
-        [sys.executable, "-m", "sparrow.coordinator.commands.tokens", "create", "enrolment", "--uses", "1"],
+        [sys.executable, "-m", "sparrow.tokens", "create", "enrolment", "--uses", "1", "--records"],
         env=environment(COORDINATOR_DATA_DIR=str(coordinator.data)),
         capture_output=True,
         text=True,

@@ -28,7 +28,7 @@ class MissingTokenWarning(Middleware):
                 self._logged = True
                 log.critical(
                     "OPEN TO THE NETWORK: no %s token is set, so everybody who reaches %s may make these calls. Set "
-                    "%s, run sparrow token create, or listen on 127.0.0.1 only.",
+                    "%s, run sparrow token create --records, or listen on 127.0.0.1 only.",
                     " and no ".join(unguarded),
                     scope["server"][0],
                     ", ".join(f"COORDINATOR_{kind.upper()}_TOKEN" for kind in unguarded),

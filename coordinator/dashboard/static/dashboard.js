@@ -121,7 +121,10 @@ function show(news) {
   put("state", stateOf(federation));
   $("nothing").hidden = true;
   for (const each of document.querySelectorAll(".of-one")) each.hidden = false;
-  $("invite").hidden = !federation.device_kinds.includes("page");
+  const pages = federation.device_kinds.includes("page");
+  $("invite").hidden = !pages && !news.may_change;
+  put("invite", pages ? "Invite a phone" : "Invite a device");
+  $("show-tokens").hidden = !news.makes_tokens;
   $("sign-out").hidden = !news.signed_in;
   $("sign-in").hidden = news.may_change;
   put("sign-in", news.signed_in ? "Sign in as administrator" : "Sign in");
@@ -434,7 +437,12 @@ $("sign-out").addEventListener("click", async () => {
 // Most who look at a page invite nobody: what that takes is loaded when it is asked for.
 $("invite").addEventListener("click", async () => {
   const { invite } = await import("./invite.js").catch(() => ({}));
-  if (invite) invite(`${api}/join-link`, overview.enrolment_guarded, reason);
+  if (invite) invite(api, overview, reason);
+  else fail("The coordinator did not answer: try again.");
+});
+$("show-tokens").addEventListener("click", async () => {
+  const tokens = await import("./tokens.js").catch(() => null);
+  if (tokens) tokens.open(overview, changes.sure);
   else fail("The coordinator did not answer: try again.");
 });
 

@@ -121,15 +121,29 @@ function rowOf(device) {
     cell("Last seen", [element("time", { dateTime: device.seen_at, textContent: ago(device.seen_at) })]),
   ];
   if (overview()?.may_change) {
-    const revoke = element("button", { type: "button", textContent: "Revoke", ariaLabel: `Revoke ${device.name}`, disabled: device.doing === "revoked" });
-    revoke.dataset.focus = `revoke ${device.device_id}`;
-    revoke.addEventListener("click", async () => {
-      if (!(await sure(`Take ${device.name}'s token away for good? It can then do nothing here any more.`, "Revoke"))) return;
-      if (await call("PATCH", `v1/devices/${device.device_id}`, { body: { revoked: true }, where: "devices-problem" })) await look();
-    });
-    cells.push(cell("Revoke", [revoke]));
+    cells.push(cell("Revoke", [device.doing === "revoked" ? removing(device) : revoking(device)]));
   }
   return element("tr", {}, cells);
+}
+
+function revoking({ device_id: id, name }) {
+  const button = element("button", { type: "button", textContent: "Revoke", ariaLabel: `Revoke ${name}` });
+  button.dataset.focus = `revoke ${id}`;
+  button.addEventListener("click", async () => {
+    if (!(await sure(`Take ${name}'s token away for good? It can then do nothing here any more.`, "Revoke"))) return;
+    if (await call("PATCH", `v1/devices/${id}`, { body: { revoked: true }, where: "devices-problem" })) await look();
+  });
+  return button;
+}
+
+function removing({ device_id: id, name }) {
+  const button = element("button", { type: "button", textContent: "Remove", ariaLabel: `Remove ${name}` });
+  button.dataset.focus = `revoke ${id}`;
+  button.addEventListener("click", async () => {
+    if (!(await sure(`Remove ${name} from lists and counts? Records of rounds keep it.`, "Remove"))) return;
+    if (await call("DELETE", `v1/devices/${id}`, { where: "devices-problem" })) await look();
+  });
+  return button;
 }
 
 /** The name of a device, with which its history is opened. */

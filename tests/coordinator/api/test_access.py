@@ -11,9 +11,9 @@ from contextlib import closing
 
 import pytest
 
+from sparrow import tokens
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.calls.buckets import BURST_SECONDS, RateLimit, Turns, address_key
-from sparrow.coordinator.commands import tokens
 from sparrow.coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
 from sparrow.coordinator.fleet import access
 from sparrow.coordinator.fleet.access import MOST_REMEMBERED, PREFIXES, REMEMBER_SECONDS, Tokens
@@ -36,11 +36,11 @@ DEVICES = "/v1/federations/default/devices"
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """Runs ``sparrow token`` on this test's records; answers its JSON, or its error line."""
+    """Runs ``sparrow token --records`` on this test's records; answers its JSON, or its error line."""
     monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "data"))
 
     def run(*arguments):
-        status = tokens.main([*arguments, "--json"])
+        status = tokens.main([*arguments, "--records", "--json"])
         said = capsys.readouterr()
         return json.loads(said.out) if status == 0 else said.err
 
@@ -173,7 +173,7 @@ def test_the_command_says_what_is_wrong(open_app, command, tmp_path, capsys):
     assert not (tmp_path / "data").exists()
     open_app()
     assert "there is no federation 'none'" in command("create", "enrolment", "--federation", "none")
-    assert "no token or device has the id 'nobody'" in command("revoke", "nobody", "--yes")
+    assert "there is no token with the id 'nobody'" in command("revoke", "nobody", "--yes")
     for wrong in (
         ["create", "guest"],
         ["create", "admin", "--uses", "3"],
@@ -183,17 +183,17 @@ def test_the_command_says_what_is_wrong(open_app, command, tmp_path, capsys):
         ["create", "enrolment", "--note", "n" * 201],
     ):
         try:
-            code = tokens.main(wrong)
+            code = tokens.main([*wrong, "--records"])
         except SystemExit as ended:
             code = ended.code
         assert code == Exit.USAGE
     capsys.readouterr()
-    assert tokens.main(["create", "enrolment", "--uses", "3", "--expires", "7d"]) == 0
+    assert tokens.main(["create", "enrolment", "--uses", "3", "--expires", "7d", "--records"]) == 0
     said = capsys.readouterr()
     assert said.out.strip().startswith("sparrow_enrol_")
     assert len(said.out.split()) == 1, "alone, for $(...)"
     assert "for 3 devices" in said.err
-    assert tokens.main(["list"]) == 0
+    assert tokens.main(["list", "--records"]) == 0
     listed = capsys.readouterr().out
     assert "0 of 3" in listed
     assert said.out.strip() not in listed
@@ -224,7 +224,7 @@ def domain(tmp_path, clock):
 
 
 def test_a_token_revoked_elsewhere_or_expired_lives_on_for_seconds_at_most(domain, clock, command, monkeypatch):
-    monkeypatch.setattr(tokens, "SteadyClock", lambda folder: clock)
+    monkeypatch.setattr("sparrow.coordinator.commands.tokens.SteadyClock", lambda folder: clock)
     known = Tokens(domain, clock, {})
     assert known.guarded() == frozenset()
     made, short = command("create", "observer"), command("create", "enrolment", "--expires", "30m")
@@ -268,7 +268,7 @@ def test_a_device_revoked_by_another_process_is_out_within_seconds(domain, clock
     one = enrol_in(devices)
     assert one.token.startswith(PREFIXES["device"])
     assert devices.authenticate(one.token).device_id == one.device_id
-    assert command("revoke", one.device_id, "--yes") == {"id": one.device_id, "revoked": True}
+    assert command("revoke", one.device_id, "--yes") == {"revoked": [one.device_id]}
     clock.pass_seconds(REMEMBER_SECONDS)
     with pytest.raises(NotAuthenticated, match="unknown or revoked; enrol again"):
         devices.authenticate(one.token)

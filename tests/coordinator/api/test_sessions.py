@@ -9,13 +9,14 @@ import httpx
 import pytest
 from sqlalchemy import func, select
 
-from sparrow.coordinator.commands import tokens as commands
 from sparrow.coordinator.errors import NotAuthenticated
+from sparrow.coordinator.fleet import issuing
 from sparrow.coordinator.fleet.access import REMEMBER_SECONDS, Tokens
 from sparrow.coordinator.fleet.sessions import MOST_SESSIONS, SESSION_SECONDS, Sessions
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import BrowserSession
+from sparrow.protocol.messages import CreateToken
 from sparrow.protocol.settings import FederationSettings
 
 from .test_contract import serving
@@ -43,9 +44,8 @@ def process(store, clock):
 
 def make_token(store, clock, kind="observer", **limits):
     with store.writing() as db:
-        return commands.create(
-            db, kind, clock(), note="", uses=None, seconds=limits.get("seconds"), federation=limits.get("federation")
-        )
+        made = issuing.create(db, CreateToken(kind=kind, **limits), clock())
+        return made, made.secret
 
 
 def is_over(sessions, session):
@@ -91,7 +91,7 @@ def test_a_session_ends_with_its_token(store, clock, process):
     of_records, of_settings = sessions.begin(secret), sessions.begin(ADMIN)
     assert {sessions.find(each).kind for each in (of_records, of_settings)} == {"observer", "admin"}
     with store.writing() as db:
-        commands.revoke(db, made.id, clock())
+        issuing.revoke(db, made.id, clock())
     clock.pass_seconds(REMEMBER_SECONDS)
     assert is_over(sessions, of_records)
     assert is_over(process(admin="another-chief-s-secret"), of_settings), "started again with another token"

@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 from sqlalchemy import inspect, text
 from sqlalchemy.exc import DBAPIError
 
-from sparrow.coordinator.commands import tokens
+from sparrow import tokens
 from sparrow.coordinator.errors import BadStorage, NotAuthenticated, Unavailable
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.storage import database, processes
@@ -287,7 +287,7 @@ def test_tokens_are_made_beside_a_running_coordinator_and_their_uses_counted(tmp
     coordinator = CoordinatorWithDevices(tmp_path, clock, database_url=url)
     coordinator.create("fedspu")
     monkeypatch.setenv("COORDINATOR_DATABASE_URL", url)
-    assert tokens.main(["create", "enrolment", "--uses", "2", "--federation", "f", "--json"]) == 0
+    assert tokens.main(["create", "enrolment", "--uses", "2", "--federation", "f", "--records", "--json"]) == 0
     token = json.loads(capsys.readouterr().out)
     for name in ("a", "b"):
         coordinator.devices.enrol("f", Enrol(name=name, enrolment_key=name * 32), token["id"])
@@ -295,8 +295,8 @@ def test_tokens_are_made_beside_a_running_coordinator_and_their_uses_counted(tmp
         coordinator.devices.enrol("f", Enrol(name="c", enrolment_key="c" * 32), token["id"])
     device = coordinator.device("a").device_id
     for wanted in (token["id"], device):
-        assert tokens.main(["revoke", wanted, "--yes"]) == 0
-    assert tokens.main(["list", "--json"]) == 0
+        assert tokens.main(["revoke", wanted, "--yes", "--records"]) == 0
+    assert tokens.main(["list", "--records", "--json"]) == 0
     (listed,) = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (listed["uses"], listed["status"], listed["federation"]) == (2, "revoked", "f")
     assert coordinator.device("a").status == "revoked"
