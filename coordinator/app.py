@@ -38,8 +38,9 @@ from .fleet.polling import Polling
 from .fleet.publishing import Publisher
 from .fleet.serving import ServedModels
 from .fleet.sessions import Sessions
-from .models.global_models import Models, Retention
+from .models.global_models import Models
 from .models.payloads import Packed
+from .models.retention import Retention
 from .reports.device_list import DeviceLists
 from .reports.metrics import Metrics
 from .reports.open_work import OpenAssignments

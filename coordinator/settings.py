@@ -94,7 +94,10 @@ class Settings(BaseSettings):
     max_model_bytes: int = Field(default=2 * 1024**3, gt=0, description="Largest model that can be published, bytes")
     keep_models: int = Field(default=3, ge=1, description="Number of newest global models kept per federation")
     keep_every: int = Field(
-        default=0, ge=0, description="Keep global models whose number is a multiple of this for good; 0: none"
+        default=10,
+        ge=0,
+        description="Keep global models whose number is a multiple of this, fewer of them with age; 0: none. The best "
+        "model is always kept",
     )
     max_test_bytes: int = Field(
         default=256 * 1024**2, gt=0, description="Largest test file for an evaluation of the global model, bytes"

@@ -4,6 +4,7 @@ sparrow federation list
 sparrow federation create lab method=fedspu rounds=50 --task digits
 sparrow federation set lab rounds=80 cohort=20
 sparrow federation rollback lab 12
+sparrow federation rollback lab best
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _options(parser: Parser) -> None:
         part("set", f"change {', '.join(CHANGEABLE[:-1])} or {CHANGEABLE[-1]}"), "settings, such as rounds=80"
     )
     back = part("rollback", "return to an earlier version of the global model")
-    back.add_argument("version", type=int, metavar="VERSION", help="version from sparrow model list")
+    back.add_argument("version", type=_version, metavar="VERSION", help="version from sparrow model list, or best")
     add_yes(back)
     add_yes(part("delete", "delete a federation permanently, with its records, devices and models"))
 
@@ -82,7 +83,8 @@ def _run(options: argparse.Namespace) -> None:
                 json.dumps(one or [each.model_dump(mode="json") for each in found if isinstance(each, FederationInfo)])
             )
         elif isinstance(found, FederationInfo):
-            print(describe(found) if options.command == "show" else _line(found))
+            more = f", {_which(found)}" if options.command == "rollback" else ""
+            print(describe(found) if options.command == "show" else f"{_line(found)}{more}")
         elif found is not None:
             print(as_table(found) if found else NONE)
 
@@ -147,14 +149,43 @@ def _faults(error: ValidationError, known: Iterable[str]) -> str:
     return "; ".join(f"{name}: {text}" if name else text for name, text in faults(error, known))
 
 
+BEST = "best"
+
+
+def _version(text: str) -> int | None:
+    """Return the version, or None for the best one."""
+    if text == BEST:
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number from sparrow model list, or {BEST}")
+    return int(text)
+
+
 def _roll_back(options: argparse.Namespace, transport: Transport) -> FederationInfo:
     info = transport.federation(options.federation)
+    version = _best(transport, info.name) if options.version is None else options.version
+    # The coordinator may delete it while a person thinks.
+    transport.pin_model(info.name, version)
     sure(
         options,
-        f"Return from model {info.model_version} of {info.name} to {options.version}, undoing the rounds between?",
-        f"this would undo the rounds of {info.name} since model {options.version}",
+        f"Return from model {info.model_version} of {info.name} to {version}, undoing the rounds between?",
+        f"this would undo the rounds of {info.name} since model {version}",
     )
-    return _change(transport, info.name, {"action": "rollback", "model_version": options.version})
+    return _change(transport, info.name, {"action": "rollback", "model_version": version})
+
+
+def _best(transport: Transport, name: str) -> int:
+    best = next((each for each in transport.models(name) if each.best), None)
+    if best is None:
+        raise WrongUsage(f"best: no device has evaluated a stored model; choose one from sparrow model list {name}")
+    return best.version
+
+
+def _which(info: FederationInfo) -> str:
+    """Return which model a federation has after a rollback."""
+    if info.rollback_version is not None:
+        return f"model {info.model_version}; goes back to model {info.rollback_version} when the open round has closed"
+    return f"model {info.model_version}"
 
 
 def _delete(options: argparse.Namespace, transport: Transport) -> None:

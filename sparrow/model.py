@@ -51,14 +51,16 @@ def _run(options: argparse.Namespace) -> None:
 
 def as_table(models: list[ModelInfo]) -> str:
     """Return a table of models."""
-    head = ("version", "round", "bytes", "sha256", "")
+    head = ("version", "round", "accuracy", "loss", "bytes", "sha256", "")
     rows = [
         (
             str(model.version),
             "-" if model.round is None else str(model.round),
+            "-" if model.accuracy is None else f"{100 * model.accuracy:.1f} %",
+            "-" if model.loss is None else f"{model.loss:.4g}",
             f"{model.bytes:,}",
             (model.model_sha256 or "-")[:16],
-            "current" if model.current else "undone" if model.undone else "",
+            ", ".join(word for word in ("current", "undone", "best") if getattr(model, word)),
         )
         for model in models
     ]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
@@ -295,6 +295,12 @@ async def replace_model(name: str, request: Request, coordinator: TheCoordinator
 def list_models(name: str, coordinator: TheCoordinator) -> list[ModelInfo]:
     """Return the kept global models, oldest first, to which the federation can be rolled back."""
     return coordinator.served.models(name)
+
+
+@router.put("/{name}/models/{version}/pin", status_code=204, dependencies=[AdminOnly])
+async def pin_model(name: str, version: Annotated[int, Path(ge=0, lt=2**31)], coordinator: TheCoordinator) -> None:
+    """Keep a stored global model for two minutes, while an operator decides whether to go back to it."""
+    await coordinator.writers.run(coordinator.federations.pin_model, name, version)
 
 
 @router.post("/{name}/model/evaluation", dependencies=[AdminOnly], openapi_extra=A_FILE)

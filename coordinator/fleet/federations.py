@@ -53,6 +53,9 @@ from .checks import check_settings, why_no_pages, why_unbounded
 
 log = logging.getLogger(__name__)
 
+PIN_SECONDS = 120.0
+"""The page repeats a pin while its dialog is open."""
+
 
 class Federations:
     """All federations of this coordinator."""
@@ -104,6 +107,11 @@ class Federations:
             if request.action == "resume":
                 extend_deadlines(db, federation, now)
         return self.get(name)
+
+    def pin_model(self, name: str, version: int) -> None:
+        """Keep a global model for ``PIN_SECONDS``, so that an operator can decide about it. Raises NotFound."""
+        with self._store.writing() as db:
+            rollback.pin(db, find(db, name), self._models, version, self._clock() + PIN_SECONDS)
 
     def delete(self, name: str) -> None:
         """Delete an inactive federation with its records, devices and models. Raises NotFound, WrongState.

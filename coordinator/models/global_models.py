@@ -43,25 +43,13 @@ from ..methods import GlobalModel, ServerPruning, Situation, load_method
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation, Model, Round
 from .payloads import Packed, Payloads
+from .retention import Retention
 
 log = logging.getLogger(__name__)
 
 SHA256 = re.compile("[0-9a-f]{64}")
 
 _MODELS = select(Model).where(Model.federation_id == bindparam("federation_id")).order_by(Model.version)
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which old global models are kept: the newest ``last``, and every ``every``-th (0: none)."""
-
-    last: int = 1
-    every: int = 0
-
-    def kept(self, versions: Iterable[int]) -> set[int]:
-        """Return the kept ones of ``versions``."""
-        numbers = sorted(versions)
-        return {*numbers[-self.last :], *(number for number in numbers if self.every and number % self.every == 0)}
 
 
 @dataclass(frozen=True)
@@ -182,9 +170,12 @@ class Models:
                 self._store.blobs.put(key, body)
             after_each()
 
-    def record(self, db: Session, federation_id: int, files: ModelFiles) -> None:
-        """Record a global model with written files, in the transaction that makes it the federation's."""
-        row = Model(federation_id=federation_id, version=files.version, bytes=files.bytes)
+    def record(self, db: Session, federation_id: int, files: ModelFiles, number: int = 0) -> None:
+        """Record a global model with written files, in the transaction that makes it the federation's.
+
+        number: the round that made it, 0 for the first model.
+        """
+        row = Model(federation_id=federation_id, version=files.version, bytes=files.bytes, round=number)
         row.sha256 = files.sha256
         row.state_sha256 = files.state_sha256
         db.add(row)
@@ -234,8 +225,8 @@ class Models:
 
     def kept(self, db: Session, federation: Federation) -> dict[int, Model]:
         """Return the global models to keep, oldest first; others may be removed at any time."""
-        models = {each.version: each for each in db.scalars(_MODELS, {"federation_id": federation.id})}
-        stay = self._retention.kept(models) | {federation.model_version}
+        models = {each.version: each for each in self.recorded(db, federation)}
+        stay = self._retention.kept(models.values()) | {federation.model_version}
         return {number: each for number, each in models.items() if number in stay}
 
     def model(self, federation: Federation, version: int) -> GlobalModel:
@@ -273,10 +264,18 @@ class Models:
         self._scores.pop(federation_id, None)
         self._sent.pop(federation_id, None)
 
-    def drop_old(self, db: Session, federation: Federation, in_use: set[int]) -> None:
+    def recorded(self, db: Session, federation: Federation) -> list[Model]:
+        """Return the records of all global models that are not deleted yet, oldest first."""
+        return list(db.scalars(_MODELS, {"federation_id": federation.id}))
+
+    def drop_old(self, db: Session, federation: Federation, in_use: set[int], now: float) -> None:
         """Delete the records of global models that are neither in use nor kept; their files are removed later."""
+        models = self.recorded(db, federation)
+        for each in models:
+            if each.pinned_until < now:
+                each.pinned_until = 0.0
         stay = in_use | set(self.kept(db, federation))
-        for old in db.scalars(_MODELS, {"federation_id": federation.id}):
+        for old in models:
             if old.version not in stay:
                 db.delete(old)
 

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, Literal, TypeVar
 
 from sqlalchemy import ColumnElement, and_, case, func, or_, select
-from sqlalchemy.orm import Session, undefer
+from sqlalchemy.orm import Session, aliased, undefer
 
 from sparrow.protocol.failures import in_words
 from sparrow.protocol.messages import (
@@ -41,8 +41,8 @@ from ..storage.tables import Assignment, Device, Federation
 
 # fmt: off
 Order = Literal[
-    "name", "budget", "seen", "stopped", "board", "doing", "accuracy", "seconds",
-    "-name", "-budget", "-seen", "-stopped", "-board", "-doing", "-accuracy", "-seconds",
+    "name", "budget", "seen", "stopped", "board", "doing", "accuracy", "gain", "seconds",
+    "-name", "-budget", "-seen", "-stopped", "-board", "-doing", "-accuracy", "-gain", "-seconds",
 ]
 # fmt: on
 """Orders of a device list; a minus means descending. Devices without a value come last."""
@@ -94,17 +94,18 @@ class DeviceLists:
             if query.doing is not None:
                 those.append(doing == query.doing.value)
             total = db.scalar(select(func.count()).select_from(Device).where(*those)) or 0
-            column = {**_COLUMNS, "doing": doing}[query.order.removeprefix("-")]
+            alone = alone_accuracy(db, federation)
+            column = {**_COLUMNS, "doing": doing, "gain": Device.accuracy - alone}[query.order.removeprefix("-")]
             ordered = column.desc() if query.order.startswith("-") else column.asc()
             page = (
-                select(Device, doing)
+                select(Device, doing, alone)
                 .where(*those)
                 .order_by(ordered.nulls_last(), *_BY_NAME)
                 .offset(query.offset)
                 .limit(query.limit)
                 .options(undefer(Device.profile))
             )
-            return [_info(device, Doing(activity)) for device, activity in db.execute(page)], total
+            return [_info(device, Doing(activity), alone) for device, activity, alone in db.execute(page)], total
 
     def states(self, federation_name: str, most: int) -> DeviceStates:
         """Return the activities of the first ``most`` devices, in natural order of their names. Raises NotFound."""
@@ -123,7 +124,8 @@ class DeviceLists:
             if device is None:
                 raise NotFound("this device does not exist; GET /v1/federations/NAME/devices lists all")
             federation = db.get_one(Federation, device.federation_id)
-            doing = db.scalar(select(self._doing(federation)).where(Device.id == device_id))
+            look = select(self._doing(federation), alone_accuracy(db, federation))
+            doing, alone = db.execute(look.where(Device.id == device_id)).one()
             last = (
                 select(Assignment)
                 .where(Assignment.device_id == device_id)
@@ -131,7 +133,7 @@ class DeviceLists:
                 .limit(most)
             )
             work = tuple(_work(each) for each in db.scalars(last))
-            return DeviceHistory(device=_info(device, Doing(doing)), federation=federation.name, work=work)
+            return DeviceHistory(device=_info(device, Doing(doing), alone), federation=federation.name, work=work)
 
     def count_doing(self, db: Session, federation: Federation) -> dict[Doing, tuple[int, float]]:
         """Return, per activity, the number of devices and the earliest time at which one was last seen."""
@@ -174,7 +176,29 @@ def doing_of(federation: Federation, now: float, heard_before: float) -> ColumnE
     )
 
 
-def _info(device: Device, doing: Doing) -> DeviceInfo:
+def alone_accuracy(db: Session, federation: Federation) -> ColumnElement[float | None]:
+    """Return SQL for each device's accuracy by training alone, NULL if unknown.
+
+    That of its local-only model, or else of the device of this name in the newest federation of the method ``local``
+    with this task.
+    """
+    newest = (
+        select(Federation.id)
+        .where(Federation.method == "local", Federation.task == federation.task, Federation.id != federation.id)
+        .order_by(Federation.id.desc())
+        .limit(1)
+    )
+    there = None if federation.method == "local" else db.scalar(newest)
+    if there is None:
+        return Device.accuracy_alone.expression
+    twin = aliased(Device)
+    theirs = select(twin.accuracy).where(
+        twin.federation_id == there, twin.name == Device.name, twin.status != "revoked"
+    )
+    return func.coalesce(Device.accuracy_alone, theirs.scalar_subquery())
+
+
+def _info(device: Device, doing: Doing, alone: float | None) -> DeviceInfo:
     return DeviceInfo(
         device_id=device.id,
         name=device.name,
@@ -187,6 +211,8 @@ def _info(device: Device, doing: Doing) -> DeviceInfo:
         limited_by=_word(BudgetLimit, device.limited_by),
         failure=_failure(device.failure),
         accuracy=device.accuracy,
+        accuracy_alone=alone,
+        gain=None if device.accuracy is None or alone is None else device.accuracy - alone,
         seconds=device.seconds,
         profile=read_stored(DeviceProfile, device.profile) or DeviceProfile(board="unreadable"),
         everything=read_stored(Moved, {"bytes_down": device.bytes_down, "bytes_up": device.bytes_up}) or Moved(),

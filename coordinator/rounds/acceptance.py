@@ -399,6 +399,9 @@ def _changes_of(federation: Federation, device: Device, assignment: Assignment, 
             changed["num_examples"] = weight_of(report.num_examples, assignment.most_examples)
     if isinstance(report, wire.Receipt) and (judged := report.personal or report.global_model) is not None:
         changed["accuracy"] = judged.accuracy
+        alone = report.others.get("alone")
+        if alone is not None:
+            changed["accuracy_alone"] = alone.accuracy
     return changed
 
 

@@ -33,6 +33,7 @@ from .expiry import MOST_SAID
 from .intake import DecodedUpdates, Folding, next_model
 from .opening import Opening
 from .privacy import spent
+from .quality import note_quality
 from .rollback import carry_out, newest_version
 from .skew import note_of
 
@@ -167,7 +168,7 @@ class Closing:
                 self.forget(federation.id)
                 return False
             if files is not None:
-                self._models.record(db, federation.id, files)
+                self._models.record(db, federation.id, files, number)
                 federation.model_version = version
                 federation.model_sha256 = files.sha256
             before = federation.round
@@ -195,7 +196,8 @@ class Closing:
                 events.record(db, federation.id, EventKind.model_replaced, now)
             if federation.status == "running":
                 evaluate_in_between(db, federation, before, now)
-            self._models.drop_old(db, federation, models_in_use(db, federation))
+            note_quality(db, federation, self._models.recorded(db, federation))
+            self._models.drop_old(db, federation, models_in_use(db, federation), now)
         if files is not None and federation.model_sha256 == files.sha256:
             self._models.remember(federation.id, files)
         self.forget(federation.id)

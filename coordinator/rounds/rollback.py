@@ -21,9 +21,11 @@ from sparrow.protocol.messages import ModelInfo
 from ..errors import NotFound, WrongState
 from ..methods import Situation, load_method
 from ..models.global_models import Models, settings_of
+from ..models.retention import best_of
 from ..storage import events
 from ..storage.tables import Federation, Model, Round
 from .assignments import open_round
+from .quality import known_quality
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +34,7 @@ _NEWEST = select(func.max(Round.model_version)).where(Round.federation_id == bin
 
 def ask(db: Session, federation: Federation, models: Models, version: int, now: float) -> None:
     """Go back to ``version`` now, or after the open round has closed. Raises NotFound, WrongState."""
-    kept = models.kept(db, federation)
-    if version not in kept:
-        raise NotFound(
-            f"model_version: {federation.name} has no model {version} any more; it has {', '.join(map(str, kept))}"
-        )
+    wanted = _kept(db, federation, models, version)
     method = load_method(federation.method)
     current = open_round(db, federation)
     if method.prepares and version == 0:
@@ -45,7 +43,7 @@ def ask(db: Session, federation: Federation, models: Models, version: int, now: 
         )
     following = (current.number if current else federation.round) + 1
     situation = Situation(models.manifest(federation), settings_of(federation), following)
-    method.schedule.check_rollback(_round_of(db, federation, version), situation)
+    method.schedule.check_rollback(wanted.round or 0, situation)
     federation.rollback_version = version
     if current is None:
         carry_out(db, federation, now)
@@ -61,12 +59,18 @@ def carry_out(db: Session, federation: Federation, now: float) -> None:
     known = (of_federation, Round.model_version.is_not(None))
     undone = Round.model_version.not_in(stays)
     db.execute(update(Round).where(*known).values(undone=undone, stale=True, facts=Round.facts + 1))
+    db.execute(update(Model).where(Model.federation_id == federation.id).values(undone=Model.version.not_in(stays)))
     log.warning("%s: goes back from model %s to %s", federation.name, federation.model_version, version)
     detail = f"model {federation.model_version} to {version}"
     events.record(db, federation.id, EventKind.rolled_back, now, detail=detail)
     federation.model_version = version
     federation.rollback_version = None
     federation.model_sha256 = db.get_one(Model, (federation.id, version)).sha256
+
+
+def pin(db: Session, federation: Federation, models: Models, version: int, until: float) -> None:
+    """Keep a model until this time at least, while an operator decides about it. Raises NotFound."""
+    _kept(db, federation, models, version).pinned_until = until
 
 
 def newest_version(db: Session, federation: Federation) -> int:
@@ -76,44 +80,46 @@ def newest_version(db: Session, federation: Federation) -> int:
 
 def list_models(db: Session, federation: Federation, models: Models) -> list[ModelInfo]:
     """Return the stored global models, oldest first."""
-    made: dict[int | None, Round] = {}
-    for item in _rounds(db, federation):
-        # Later rounds without a new model name the same version.
-        made.setdefault(item.model_version, item)
+    kept = models.kept(db, federation)
+    quality = known_quality(db, federation, kept.values())
+    best = best_of(kept.values(), quality)
     return [
         ModelInfo(
             version=version,
-            round=made[version].number if version in made else 0 if version == 0 else None,
+            round=model.round,
             bytes=model.bytes,
             model_sha256=model.sha256,
-            undone=version in made and made[version].undone,
+            undone=model.undone,
             current=version == federation.model_version,
+            accuracy=quality[version].accuracy if version in quality else None,
+            loss=quality[version].loss if version in quality else None,
+            best=version == best,
         )
-        for version, model in models.kept(db, federation).items()
+        for version, model in kept.items()
     ]
 
 
-def _rounds(db: Session, federation: Federation) -> list[Round]:
-    closed = select(Round).where(Round.federation_id == federation.id, Round.status == "closed")
-    return list(db.scalars(closed.order_by(Round.number)))
+def _kept(db: Session, federation: Federation, models: Models, version: int) -> Model:
+    kept = models.kept(db, federation)
+    if version not in kept:
+        raise NotFound(
+            f"model_version: {federation.name} has no model {version} any more; it has {', '.join(map(str, kept))}"
+        )
+    return kept[version]
 
 
 def _made_of(db: Session, federation: Federation, version: int) -> set[int]:
     """Return ``version`` and all models that it was trained from."""
     bases: dict[int | None, int | None] = {}
-    for item in _rounds(db, federation):
-        bases.setdefault(item.model_version, item.base_version)
+    closed = select(Round.model_version, Round.base_version).where(
+        Round.federation_id == federation.id, Round.status == "closed"
+    )
+    for made, base in db.execute(closed.order_by(Round.number)):
+        # Later rounds without a new model name the same version.
+        bases.setdefault(made, base)
     found: set[int] = set()
     step: int | None = version
     while step is not None and step not in found:
         found.add(step)
         step = bases.get(step)
     return found
-
-
-def _round_of(db: Session, federation: Federation, version: int) -> int:
-    """Return the round that made a model; 0 for the first model."""
-    number = select(func.min(Round.number)).where(
-        Round.federation_id == federation.id, Round.model_version == version, Round.base_version != version
-    )
-    return db.scalar(number) or 0

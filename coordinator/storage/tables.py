@@ -114,7 +114,8 @@ class Device(Base):
     reason of its last failed work (``messages.DeviceFailure``), until an update is accepted. ``removed``: revoked, and
     no longer listed or counted. ``identity_key``: public
     key in secure rounds, which never changes. ``sort_name``: key of natural order. ``accuracy``: last reported, of its
-    personal or else the global model; ``seconds``: download and training of its last update.
+    personal or else the global model; ``accuracy_alone``: with that, of its model trained only on its own data;
+    ``seconds``: download and training of its last update.
     """
 
     __tablename__ = "devices"
@@ -151,6 +152,7 @@ class Device(Base):
     removed: Mapped[bool] = mapped_column(default=False, server_default=false())
     failure: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     accuracy: Mapped[float | None]
+    accuracy_alone: Mapped[float | None]
     seconds: Mapped[float | None]
     holds_model: Mapped[bool] = mapped_column(default=False)
     mask: Mapped[str | None] = mapped_column(String(64))
@@ -202,7 +204,9 @@ class Model(Base):
     """A global model that a round or the publication has committed and that is kept.
 
     Only models in this table are served: a file of a failed transaction is unreferenced. ``sha256``, ``bytes``: of the
-    file of its values; ``state_sha256``: of the method's own state, if any.
+    file of its values; ``state_sha256``: of the method's own state, if any. ``round``: that made it, 0 for the first
+    model; ``undone``: an operator rolled it back. ``accuracy``, ``loss``: means of devices' evaluations, noted while it
+    is one of the newest (``rounds.quality``). ``pinned_until``: kept for an operator who looks at it; 0 if not pinned.
     """
 
     __tablename__ = "models"
@@ -212,6 +216,11 @@ class Model(Base):
     sha256: Mapped[str] = mapped_column(String(64))
     state_sha256: Mapped[str | None] = mapped_column(String(64))
     bytes: Mapped[int] = mapped_column(BigInteger)
+    round: Mapped[int | None]
+    undone: Mapped[bool] = mapped_column(default=False, server_default=false())
+    accuracy: Mapped[float | None]
+    loss: Mapped[float | None]
+    pinned_until: Mapped[float] = mapped_column(default=0.0, server_default="0")
 
 
 class Event(Base):

@@ -23,12 +23,13 @@ class Result:
     """The record of a device's work in a federation. Accuracies are on held-out data, None if unknown.
 
     best_round: round of the kept personal model, the best on validation data; None: the last one. global_share: of the
-    global model in it. taken: the candidate that all devices chose together (``protocol.evidence``), or "". adapted:
-    the device joined after the end and fine-tuned the global model. training, evaluation: their costs. everything:
-    bytes of all calls. choice: reasons for the budget; None if given. metrics: the task's, of the kept model. warnings:
-    about the personal model. interrupted: stopped by its program; another call resumes (``engine`` is empty if it was
-    stopped before the coordinator answered). failures: failed rounds; failure: the last reason. local_epsilon: of all
-    sent updates (``device.local_noise``); None without local noise.
+    global model in it. accuracy_alone: of a model trained only on its own data (``methods.alone``). taken: the
+    candidate that all devices chose together (``protocol.evidence``), or "". adapted: the device joined after the end
+    and fine-tuned the global model. training, evaluation: their costs. everything: bytes of all calls. choice: reasons
+    for the budget; None if given. metrics: the task's, of the kept model. warnings: about the personal model.
+    interrupted: stopped by its program; another call resumes (``engine`` is empty if it was stopped before the
+    coordinator answered). failures: failed rounds; failure: the last reason. local_epsilon: of all sent updates
+    (``device.local_noise``); None without local noise.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Result:
     global_share: float
     adapted: bool
     accuracy_before: float | None
+    accuracy_alone: float | None
     accuracy_after: float | None
     training: Totals
     evaluation: Totals
@@ -54,6 +56,13 @@ class Result:
     failure: str | None = None
     local_epsilon: float | None = None
     taken: str = ""
+
+    @property
+    def gain(self) -> float | None:
+        """The accuracy gained over training alone; None if either is unknown."""
+        if self.accuracy_after is None or self.accuracy_alone is None:
+            return None
+        return self.accuracy_after - self.accuracy_alone
 
     @property
     def trained_nothing(self) -> bool:
@@ -95,6 +104,7 @@ def result_before(progress: Progress, name: str, budget: float, noise: LocalNois
         failure=progress.failure,
         local_epsilon=None if noise is None else epsilon(progress.updates),
         accuracy_before=progress.accuracy_before,
+        accuracy_alone=progress.accuracy_alone,
         accuracy_after=None,
         training=progress.training,
         evaluation=progress.evaluation,
@@ -225,9 +235,11 @@ def _accuracy_lines(result: Result) -> list[str]:
     # A regression has metrics instead.
     if result.accuracy_after is None and result.metrics:
         return []
-    before = _percent(result.accuracy_before)
     after = _percent(result.accuracy_after)
-    return [f"  accuracy, held-out data    {before} before, {after} after"]
+    against = f"{_percent(result.accuracy_before)} before"
+    if (gain := result.gain) is not None:
+        against = f"{_percent(result.accuracy_alone)} alone, {100 * gain:+.1f} points by the federation"
+    return [f"  accuracy, held-out data    {against}, {after} after"]
 
 
 def _percent(share: float | None) -> str:
@@ -275,5 +287,5 @@ def _cost(totals: Totals) -> str:
 def as_json(result: Result, energy: str) -> str:
     """Return the result as JSON: seconds, bytes, joules, and shares of samples."""
     totals = {name: getattr(result, name).model_dump() for name in ("training", "evaluation", "everything")}
-    more = {"trained_nothing": result.trained_nothing, "energy_source": energy}
+    more = {"trained_nothing": result.trained_nothing, "gain": result.gain, "energy_source": energy}
     return json.dumps({**asdict(result), **totals, **more}, default=str)

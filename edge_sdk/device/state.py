@@ -170,6 +170,7 @@ class Progress(BaseModel):
     updates: multiplier of local noise -> number of sent updates. failures: failed rounds; failure: the last reason.
     new_data: set if the validation data changed. memory: the method's. model: digest of the global model that the
     method can rebuild. validation_before: of the first received model; validation_global: of the last evaluated one.
+    accuracy_alone: of the last evaluated local-only model.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -184,6 +185,7 @@ class Progress(BaseModel):
     failure: str | None = None
     new_data: NewData | None = None
     accuracy_before: float | None = None
+    accuracy_alone: float | None = None
     memory: dict[str, Any] = Field(default_factory=dict)
     model: str | None = None
     validation_before: Evaluation | None = None

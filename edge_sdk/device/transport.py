@@ -162,6 +162,10 @@ class Transport(Connection):
         """Change a federation's settings or status."""
         return self.ask(messages.FederationInfo, "PATCH", f"/v1/federations/{name}", **_json(change))
 
+    def pin_model(self, name: str, version: int) -> None:
+        """Keep a stored global model for two minutes. Raises NotFound."""
+        self.call("PUT", f"/v1/federations/{name}/models/{version}/pin")
+
     def delete_federation(self, name: str) -> None:
         """Delete a federation permanently."""
         self.call("DELETE", f"/v1/federations/{name}")

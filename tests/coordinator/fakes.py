@@ -23,7 +23,7 @@ class LocalCoordinator(Coordinator):
 
     def __init__(self, folder, clock, store=None, **settings):
         self.clock = clock
-        usual = {"data_dir": folder, "default_task": "", "keep_models": 1, "retry_after_seconds": 0}
+        usual = {"data_dir": folder, "default_task": "", "keep_models": 1, "keep_every": 0, "retry_after_seconds": 0}
         super().__init__(Settings(**{**usual, **settings}), clock, store and store(folder))
         self.store.moves()
 

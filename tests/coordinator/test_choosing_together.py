@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from edge_sdk.device import result as results
 from edge_sdk.methods import DeviceState
 from edge_sdk.methods.alone import alone_of
 from sparrow.protocol.evidence import CANDIDATES, GLOBAL, Pool
@@ -116,3 +117,24 @@ def test_outputs_are_adjusted_from_a_label_skew_on_which_the_first_round_tells(c
 def test_nothing_of_labels_is_told_where_it_does_not_depend_on_them(coordinator):
     play(coordinator, logit_adjustment=1.0)
     assert {report.labels for report in coordinator.receipts("train")} == {None}
+
+
+def test_what_the_federation_brings_a_device_is_known_after_each_evaluation(coordinator):
+    """It is on the page, and in the device's own result, which needs no coordinator for it."""
+    names = "abc"
+    settings = {"method_settings": {"alone": True}, "evaluation_interval": 1, "local_steps": 1}
+    coordinator.create("fedspu", min_devices=3, cohort=3, **{**FLEET, **settings})
+    sessions = [coordinator.open_device(name) for name in names]
+    while coordinator.info().round < 2:
+        coordinator.rounds.advance()
+        for session in sessions:
+            session.step()
+    first = [receipt.others["alone"]["accuracy"] for receipt in coordinator.receipts() if receipt.others]
+    assert len(first) == 3, "of the first round, before devices compare candidates"
+    coordinator.play(*sessions)
+    listed = {device.name: device for device in coordinator.device_lists.list("f")[0]}
+    for name, session in zip(names, sessions, strict=True):
+        result = results.result_of(session, name, None, False, None)
+        assert result.accuracy_alone == listed[name].accuracy_alone
+        assert listed[name].gain == result.gain == listed[name].accuracy - listed[name].accuracy_alone
+        assert f"{100 * result.gain:+.1f} points" in results.report(result, "none")

@@ -6,8 +6,9 @@ import pytest
 
 from sparrow.coordinator.errors import BadContent, NotFound
 from sparrow.coordinator.reports.device_list import DeviceLists, DeviceQuery
+from sparrow.coordinator.storage.tables import Device
 from sparrow.protocol.failures import FAILURES
-from sparrow.protocol.messages import ChangeDevice, Conditions, Doing
+from sparrow.protocol.messages import ChangeDevice, Conditions, Doing, Evaluation, Receipt
 
 OOM = "RuntimeError: CUDA out of memory"
 
@@ -155,3 +156,33 @@ def test_a_failure_without_advice_has_no_remedy(begin):
     coordinator.devices.change(one.id, ChangeDevice(conditions=gone))
     notices = {each.text: each.remedy for each in coordinator.overviews.look("f").notices}
     assert notices["a: its user has left"] is None
+
+
+def test_training_alone_is_the_devices_own_or_that_of_the_federation_local(begin, answer):
+    coordinator, (one, two), lists = begin(evaluation_interval=1, rounds=1, cohort=2)
+
+    def evaluated(device, accuracy, alone=None):
+        found = Evaluation(num_examples=10, loss=1.0, accuracy=accuracy)
+        others = {} if alone is None else {"alone": found.model_copy(update={"accuracy": alone})}
+        device.send(device.ask(), Receipt(personal=found, others=others).model_dump_json().encode())
+
+    coordinator.rounds.advance()
+    for device in (one, two):
+        answer(device)
+    coordinator.rounds.advance()
+    evaluated(one, 0.9, alone=0.6)
+    evaluated(two, 0.5)
+    assert (of(lists, "a").accuracy_alone, of(lists, "b").accuracy_alone) == (0.6, None)
+    assert of(lists, "a").gain == pytest.approx(0.3)
+    assert of(lists, "b").gain is None
+    coordinator.create("by-itself", method="local", rounds=1, cohort=3, min_devices=3)
+    others = coordinator.enrol("a", "b", "c", federation="by-itself")
+    with coordinator.store.writing() as db:
+        for device, accuracy in zip(others, (0.1, 0.7, 0.8), strict=True):
+            db.get_one(Device, device.id).accuracy = accuracy
+    assert of(lists, "a").accuracy_alone == 0.6
+    assert of(lists, "b").gain == pytest.approx(-0.2)
+    assert [each.name for each in lists.list("f", DeviceQuery(order="gain"))[0]] == ["b", "a"]
+    assert [each.name for each in lists.list("f", DeviceQuery(order="-gain"))[0]] == ["a", "b"]
+    assert lists.history(two.id, 1).device.gain == pytest.approx(-0.2)
+    assert lists.list("by-itself")[0][0].gain is None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sqlite3
 from contextlib import closing
 
 import pytest
 
 from sparrow.coordinator.reports.timeline import EventQuery
-from sparrow.coordinator.storage import database, events
-from sparrow.coordinator.storage.tables import Base
+from sparrow.coordinator.storage import events
 from sparrow.protocol.events import EventKind
 from sparrow.protocol.messages import ChangeDevice, Conditions, PauseReason
 
@@ -100,16 +98,3 @@ def test_old_events_of_devices_go_and_do_not_displace_those_of_the_federation(co
     older = coordinator.timeline.look("f", EventQuery(before=page.events[-1].id, limit=1))
     newer = coordinator.timeline.look("f", EventQuery(after=older.events[0].id)).events
     assert newer == page.events
-
-
-def test_records_from_before_events_get_their_table(tmp_path):
-    path = tmp_path / "records.sqlite3"
-    engine = database.open_database(path)
-    Base.metadata.tables["events"].drop(engine)
-    engine.dispose()
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE alembic_version SET version_num = '0001'")
-    engine = database.open_database(path)
-    with engine.connect() as connection:
-        assert connection.exec_driver_sql("SELECT count(*) FROM events").scalar() == 0
-    engine.dispose()

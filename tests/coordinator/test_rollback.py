@@ -14,7 +14,9 @@ from edge_sdk.methods import load_method
 from sparrow.coordinator.commands.backup import back_up
 from sparrow.coordinator.commands.restore import bring_back
 from sparrow.coordinator.errors import BadContent, DifferentFederation, NotFound, RoundClosed, WrongState
+from sparrow.coordinator.models.retention import Retention
 from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.tables import Model
 from sparrow.protocol import bundle, checkpoint
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import Manifest
@@ -52,6 +54,63 @@ def test_the_newest_are_kept_and_every_so_many(coordinator, play):
     assert tensors
     with pytest.raises(NotFound, match=r"model 5 of f is not kept; GET /v1/federations/f/models"):
         coordinator.served.model("f", 5)
+
+
+def test_older_models_are_thinned_and_their_number_hardly_grows():
+    def after(rounds):
+        """The versions that are left when so many rounds have closed one after another."""
+        left = [Model(version=0)]
+        for number in range(1, rounds + 1):
+            left.append(Model(version=number))
+            stay = Retention(last=3, every=10).kept(left)
+            left = [each for each in left if each.version in stay]
+        return [each.version for each in left]
+
+    assert after(25) == [0, 10, 20, 23, 24, 25]
+    assert after(250) == [0, 40, *range(60, 160, 20), *range(160, 250, 10), 248, 249, 250]
+    assert len(after(2000)) < 45
+
+
+def test_the_best_by_evaluation_is_kept_until_a_better_one_comes(coordinator, answer):
+    coordinator.create(rounds=9, cohort=1, min_devices=1, evaluation_interval=1)
+    (device,) = coordinator.enrol("a")
+    accuracies = [0.0, 0.5, 0.9, 0.7, 0.6, 0.6, 0.6, 0.6, 0.95, 0.2]
+    found = []
+    coordinator.rounds.advance()
+    while coordinator.info().status != "finished":
+        if answer(device, accuracy=accuracies[coordinator.info().round]).kind == "evaluate":
+            found.append(next(model.version for model in coordinator.served.models("f") if model.best))
+        coordinator.rounds.advance()
+    assert found == [1, 2, 2, 2, 2, 2, 2, 8, 8]
+    models = {model.version: model for model in coordinator.served.models("f")}
+    assert list(models) == [0, 4, 7, 8, 9]
+    assert (models[8].accuracy, models[9].accuracy, models[0].accuracy) == (0.95, 0.2, None)
+    coordinator.change(action="rollback", model_version=7)
+    assert not any(model.best for model in coordinator.served.models("f") if model.undone)
+    assert next(model.version for model in coordinator.served.models("f") if model.best) == 7
+
+
+def test_a_pinned_model_outlives_its_time(coordinator, clock, answer):
+    devices = some_rounds(coordinator, answer, 5)
+    coordinator.federations.pin_model("f", 3)
+
+    def play(count):
+        for _ in range(count):
+            for device in devices:
+                answer(device)
+            coordinator.rounds.advance()
+
+    play(4)
+    assert versions(coordinator) == [0, 3, 4, 7, 8, 9]
+    coordinator.federations.pin_model("f", 3)
+    clock.now += 100
+    play(1)
+    assert 3 in versions(coordinator)
+    clock.now += 100
+    play(1)
+    assert versions(coordinator) == [0, 4, 8, 9, 10, 11]
+    with pytest.raises(NotFound):
+        coordinator.federations.pin_model("f", 3)
 
 
 def some_rounds(coordinator, answer, count):

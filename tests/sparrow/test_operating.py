@@ -87,7 +87,7 @@ def enrolled(night, lab):
         (
             ("federation", "rollback", "night", "0"),
             "Return from model 0 of night to 0, undoing the rounds between?",
-            "night: ",
+            "night: waiting, round 0 of 30, model 0\n",
         ),
         (("federation", "delete", "night"), "Delete night, its 1 devices", "federation night is deleted"),
         (("device", "revoke", "night", "pi"), "Revoke pi's token permanently?", "device pi is revoked"),
@@ -114,6 +114,15 @@ def test_before_what_cannot_be_undone_a_person_is_asked_and_a_program_says_yes(
     code, out, err = sparrow(*words, *server, "--yes")
     assert (code, err) == (0, "")
     assert out.startswith(done)
+
+
+def test_the_best_model_needs_an_evaluation(sparrow, fails, night):
+    words = ("federation", "rollback", "night")
+    assert "no device has evaluated" in fails(Exit.USAGE, *words, "best", "--server", night, "--yes")
+    code, _, err = sparrow(*words, "first", "--server", night, "--yes")
+    assert code == Exit.USAGE
+    assert "give a number from sparrow model list, or best" in err
+    assert "has no model 7" in fails(Exit.NOT_FOUND, *words, "7", "--server", night, "--yes")
 
 
 def test_so_is_who_takes_a_token_away(sparrow, fails, tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import { call } from "./calls.js";
 import { element } from "./charts.js";
-import { bytes, many } from "./text.js";
+import { bytes, many, percent, plain } from "./text.js";
 
 const ACTIONS = {
   waiting: ["pause", "stop", "delete"], running: ["pause", "stop"], paused: ["resume", "stop"],
@@ -11,9 +11,11 @@ const ACTIONS = {
 const LABELS = { pause: "Pause", resume: "Resume", stop: "Stop", reopen: "Reopen", delete: "Delete" };
 const $ = (id) => document.getElementById(id);
 const form = $("settings");
+const PIN_SECONDS = 60; // half of the time that a pin lasts
 
 let api;
 let federation;
+let best; // the stored model with the best evaluation
 let around; // { leave, come }: what to do before it is deleted, and where that fails
 
 /** Begin. of: the path of the federation's calls; leave and come: end the stream, begin it again. */
@@ -22,6 +24,7 @@ export function begin(of, leave, come) {
 }
 
 export function show(now, may) {
+  const moved = now.model_version !== federation?.model_version || now.rollback_version !== federation?.rollback_version;
   federation = now;
   $("admin").hidden = $("actions").hidden = !may;
   if (!may) return;
@@ -41,6 +44,7 @@ export function show(now, may) {
     const field = form.elements[key];
     if (!field.dataset.touched) field.value = value;
   }
+  if (moved && $("models").open) showModels();
 }
 
 async function remove() {
@@ -95,20 +99,41 @@ async function showModels() {
     made.dataset.label = label;
     return made;
   };
-  const rows = (await answer.json()).reverse().map((model) => {
-    const back = element("button", { type: "button", textContent: "Go back", ariaLabel: `Go back to model ${model.version}`, disabled: model.current });
+  const models = (await answer.json()).reverse();
+  best = models.find((model) => model.best);
+  $("models-best").hidden = !best || best.current;
+  $("models-best").textContent = best ? `Go back to the best: model ${best.version}, ${quality(best)}` : "";
+  const rows = models.map((model) => {
+    const back = element("button", { type: "button", textContent: "Go back", value: model.version, ariaLabel: `Go back to model ${model.version}`, disabled: model.current });
     back.addEventListener("click", () => goBack(model));
     return element("tr", {}, [
       element("th", { scope: "row", textContent: `Model ${model.version}` }),
-      cell("Round", [model.round == null ? "unknown" : String(model.round)]), cell("Size", [bytes(model.bytes)]),
-      cell("State", [model.current ? "current" : model.undone ? "undone" : "kept"]), cell("Go back", [back]),
+      cell("Round", [model.round == null ? "unknown" : String(model.round)]), cell("Evaluated", [quality(model)]), cell("Size", [bytes(model.bytes)]),
+      cell("State", [["current", "undone", "best"].filter((word) => model[word]).join(", ") || "kept"]), cell("Go back", [back]),
     ]);
   });
-  $("models-table").tBodies[0].replaceChildren(...rows);
+  const body = $("models-table").tBodies[0];
+  const focused = body.contains(document.activeElement) && document.activeElement.value;
+  body.replaceChildren(...rows);
+  if (focused) body.querySelector(`button[value="${focused}"]`)?.focus();
 }
 
+/** Return the mean evaluation of a model after its round. */
+function quality({ accuracy, loss }) {
+  if (accuracy != null) return percent(accuracy);
+  return loss == null ? "not evaluated" : `loss ${plain(loss)}`;
+}
+
+$("models-best").addEventListener("click", () => goBack(best));
+
+/** Ask, and go back. The coordinator keeps the model while its user decides. */
 async function goBack({ version, round }) {
-  if (!(await sure(`Go back to model ${version}, of round ${round ?? "?"}? What was learnt since is left out of the global model.`, "Go back"))) return;
+  const pin = () => call("PUT", `${api}/models/${version}/pin`, { where: "models-problem" });
+  if (!(await pin())) return;
+  const pinning = setInterval(pin, PIN_SECONDS * 1000);
+  const agreed = await sure(`Go back to model ${version}, of round ${round ?? "?"}? What was learnt since is left out of the global model.`, "Go back");
+  clearInterval(pinning);
+  if (!agreed) return;
   const body = { action: "rollback", model_version: version };
   if (await call("PATCH", api, { body, where: "models-problem" })) await showModels();
 }

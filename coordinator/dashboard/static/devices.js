@@ -3,7 +3,7 @@
 import { call, put } from "./calls.js";
 import { Chart, element } from "./charts.js";
 import { Strip } from "./strip.js";
-import { ago, bytes, DOING, joules, many, percent, plain, seconds, whatOf, whyOf } from "./text.js";
+import { ago, bytes, DOING, joules, many, percent, plain, points, seconds, whatOf, whyOf } from "./text.js";
 
 const PAGE = 50;
 const DEVICES_SECONDS = 5; // at most so often, where something happens
@@ -112,6 +112,7 @@ function rowOf(device) {
     cell("Board", [device.profile.board || "unknown"]),
     cell("Budget", [device.budget.toLocaleString("en", { maximumFractionDigits: 3 })], "number budget"),
     cell("Accuracy", shown(device.accuracy, percent), "number"),
+    cell("Did it help?", shown(device.gain, points), "number"),
     cell("Time", shown(device.seconds, seconds), "number"),
     cell("Doing", [
       whatOf(device, overview()?.smallest_budget),

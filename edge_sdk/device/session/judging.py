@@ -16,6 +16,7 @@ from sparrow.protocol.messages import Evaluation, Moved
 from ...engines import evaluate_held_out
 from ...engines.training import TrainingDiverged, UnsoundModel
 from ...methods import Evaluated, Job, Trained
+from ...methods.alone import alone_of
 from ...methods.early_stopping import gives_way
 from ...methods.merging import GLOBAL_SHARES, is_whole, mixed, whole_model
 from ..candidates import SHARE, SHARES, Candidates, Ending
@@ -219,6 +220,17 @@ class Judging(Learning):
         if self.progress.best is None or found.loss < self.progress.best.validation.loss:
             self.progress = self.progress.model_copy(update={"best": self._best_of(job, found, share)})
             self.folder.save_best(self.manifest, tensors, self.progress)
+
+    def _evaluate_alone(self, job: Job) -> dict[str, Evaluation]:
+        """Evaluate the local-only model on held-out data as ``alone``; empty without a sound one."""
+        alone = alone_of(job.state)
+        if alone is None:
+            return {}
+        self.engine.load(alone)
+        try:
+            return {"alone": self.engine.evaluate(self.task.held_out, metrics=True)}
+        except TrainingDiverged:
+            return {}
 
     def _validate_global(self, job: Job, evaluated: Evaluated) -> Evaluation | None:
         """Evaluate the global model on validation data, if the method just evaluated both models."""

@@ -349,8 +349,9 @@ class Working(Sending):
             evaluated = self._method.evaluate(replace(job, state=replace(job.state, personal=best)))
             answers = self.engine.read() if best is None else best
             shared = self._validate_global(job, evaluated)
-            others = {**evaluated.others, **ending.others}
-            found = (evaluated.personal, evaluated.global_model, evaluated.validation, shared, *ending.others.values())
+            others = {**evaluated.others, **(ending.others or self._evaluate_alone(job))}
+            ours = [evaluation for name, evaluation in others.items() if name not in evaluated.others]
+            found = (evaluated.personal, evaluated.global_model, evaluated.validation, shared, *ours)
             judged = [each.num_examples for each in found if each]
             exists = _elements(job.received.mask) if job.received else None
             trained = evaluated.flops + ending.flops
@@ -370,7 +371,10 @@ class Working(Sending):
         )
         evaluation = self.progress.evaluation.plus(download).plus(measured.cost)
         shared = shared or self.progress.validation_global
-        self._send_receipt(job, receipt, job.state, validation_global=shared, evaluation=evaluation)
+        alone = others["alone"].accuracy if "alone" in others else None
+        self._send_receipt(
+            job, receipt, job.state, validation_global=shared, accuracy_alone=alone, evaluation=evaluation
+        )
 
     def _compare(self, job: Job, download: Phase) -> None:
         """Report the gains of candidates over the finished global model."""

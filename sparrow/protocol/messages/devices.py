@@ -165,6 +165,12 @@ class DeviceInfo(Answer):
     accuracy: float | None = Field(
         default=None, description="Last reported accuracy on its test data: of its personal model, else the global one"
     )
+    accuracy_alone: float | None = Field(
+        default=None,
+        description="Of training alone: of the device's local-only model (the method's alone), else of the device of "
+        "this name in the newest federation of the method local with this task",
+    )
+    gain: float | None = Field(default=None, description="accuracy less accuracy_alone: what the federation brings it")
     seconds: float | None = Field(default=None, description="Download and training for its last update")
     profile: DeviceProfile
     everything: Moved = Field(default=Moved(), description="Bodies of all its calls so far, as counted by it")

@@ -64,6 +64,13 @@ class ModelInfo(Answer):
     model_sha256: str | None
     undone: bool = Field(description="Whether an operator has gone back to an older one since")
     current: bool = Field(description="Whether the next round starts from it")
+    accuracy: float | None = Field(
+        default=None,
+        description="Mean over the devices that evaluated after its round, on validation data if they report them, "
+        "else on held-out data; null if none did",
+    )
+    loss: float | None = Field(default=None, description="Likewise")
+    best: bool = Field(default=False, description="Whether its evaluation is the best of all kept ones")
 
 
 class FederationStatus(str, Enum):

@@ -10,7 +10,10 @@ from sqlalchemy import create_engine, event, text
 
 from sparrow.coordinator.errors import DamagedRecords, NewerRecords
 from sparrow.coordinator.storage import database
+from sparrow.coordinator.storage.store import RECORDS_FILE
 from sparrow.coordinator.storage.tables import Base
+
+from ..fakes import LocalCoordinator
 
 
 def tables(path):
@@ -57,7 +60,7 @@ def test_opening_again_changes_nothing_and_commits_survive_a_power_cut(tmp_path)
     assert tables(path) == before
 
 
-TABLES = {"0002": "1d2bd7005c908438"}
+TABLES = {"0003": "3a58e0926c26046d"}
 """The digest of the tables of the newest revision. Changed tables need a revision of their own that alters old ones."""
 
 
@@ -78,6 +81,31 @@ def described():
 def test_changed_tables_have_a_migration():
     assert {database.newest_revision(): described()} == TABLES
     assert ScriptDirectory(str(database.MIGRATIONS)).get_heads() == [database.newest_revision()]
+
+
+def test_the_first_tables_become_the_newest_ones(tmp_path, clock, play):
+    coordinator = LocalCoordinator(tmp_path, clock, keep_models=3)
+    with closing(coordinator.store):
+        coordinator.create(rounds=3, cohort=2)
+        play(coordinator, coordinator.enrol("a", "b"))
+        coordinator.change(action="rollback", model_version=2)
+        models = coordinator.served.models("f")
+    path = tmp_path / RECORDS_FILE
+    newest = tables(path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DROP TABLE events")
+        for column in ("round", "undone", "accuracy", "loss", "pinned_until"):
+            connection.execute(f"ALTER TABLE models DROP COLUMN {column}")
+        connection.execute("ALTER TABLE devices DROP COLUMN accuracy_alone")
+        connection.execute("UPDATE alembic_version SET version_num = '0001'")
+    # The seal names the file as the coordinator left it.
+    path.with_name(f"{path.name}.sha256").unlink()
+    coordinator = LocalCoordinator(tmp_path, clock, keep_models=3)
+    with closing(coordinator.store):
+        assert tables(path) == newest
+        assert coordinator.timeline.look("f").total == 0
+        assert [(each.round, each.undone) for each in models] == [(1, False), (2, False), (3, True)]
+        assert coordinator.served.models("f") == models
 
 
 # --- what cannot be used -----------------------------------------------------------------------------------------

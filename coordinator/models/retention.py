@@ -1,0 +1,65 @@
+"""Which old global models are kept, so that an operator can go back to one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..storage.tables import Model
+
+DENSE = 10
+"""Models of one distance that are kept, before older ones are thinned to twice the distance."""
+
+
+class Quality(NamedTuple):
+    """Means of devices' evaluations. accuracy: None if the task has none."""
+
+    accuracy: float | None
+    loss: float
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The newest ``last`` models, the best one, pinned ones, and every ``every``-th (0: none).
+
+    Every ``every``-th is thinned with age: of models that are ``DENSE * every`` or more behind the newest, every second
+    stays, beyond twice that every fourth, and so on. So their number grows with the logarithm of the rounds.
+    """
+
+    last: int = 1
+    every: int = 0
+
+    def kept(self, models: Collection[Model]) -> set[int]:
+        """Return the kept versions of these models."""
+        numbers = sorted(each.version for each in models)
+        if not numbers:
+            return set()
+        best = best_of(models, noted(models))
+        chosen = {each.version for each in models if each.pinned_until or each.version == best}
+        regular = {each for each in numbers if self.every and each % self._distance(numbers[-1] - each) == 0}
+        return {*numbers[-self.last :], *regular, *chosen}
+
+    def _distance(self, age: int) -> int:
+        distance = self.every
+        while age >= DENSE * distance:
+            distance *= 2
+        return distance
+
+
+def noted(models: Collection[Model]) -> dict[int, Quality]:
+    """Return the recorded quality of the models that have one, by version."""
+    return {each.version: Quality(each.accuracy, each.loss) for each in models if each.loss is not None}
+
+
+def best_of(models: Collection[Model], quality: Mapping[int, Quality]) -> int | None:
+    """Return the version of the best of these models, the newest of equal ones; undone models do not count."""
+    judged = [each.version for each in models if each.version in quality and not each.undone]
+
+    def rank(version: int) -> tuple[float, float, int]:
+        # A task without accuracy is judged by the loss.
+        accuracy, loss = quality[version]
+        return -math.inf if accuracy is None else accuracy, -loss, version
+
+    return max(judged, key=rank, default=None)
