@@ -10,9 +10,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
+HTTPX2 := httpx2==2.16.2 httpcore2==2.16.2 truststore==0.10.5
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo rows dist release test runtime test-integration test-slow test-zoo chaos test-arm64 check format setup builtin demo-seeds results pictures site clean
+.PHONY: demo rows dist release test runtime test-integration test-httpx2 test-slow test-zoo chaos test-arm64 check format setup builtin demo-seeds results pictures site clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.demo $(if $(KEEP),--keep)
@@ -37,6 +38,11 @@ test-integration: runtime
 # Those that want the machine for themselves: they kill processes, wait for deadlines of seconds, or install.
 test-slow: runtime
 	$(BIN)/python -m pytest -m slow --ignore tests/system/test_zoo.py
+
+# The fast tests with httpx2, which is chosen where it is installed: here in a folder of its own, so that other tests use httpx.
+test-httpx2: setup
+	$(PIP) --upgrade --no-deps --target runs/httpx2 $(HTTPX2)
+	PYTHONPATH=$(CURDIR)/runs/httpx2 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Popular models of torchvision, timm and transformers, and adapters of peft, which setup does not install.
 test-zoo: setup

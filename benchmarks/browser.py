@@ -22,7 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 
@@ -38,6 +37,7 @@ from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values
 from sparrow.protocol.masks import NeuronDraw, draw_neurons
 from sparrow.protocol.settings import FederationSettings
+from sparrow.transport import connect, httpx
 
 TASKS = ("mnist", "mnist:leaf")
 BATCH, STEPS, TURNS, SAMPLES = 32, 120, 3, 640
@@ -103,7 +103,9 @@ def page_row(browser: Any, address: str, task: str, budget: float, threads: int)
         "batch_size": BATCH,
     }
     settings |= {"method": "fedspu", "early_stopping": "off", "learning_rate": 0.01}
-    httpx.post(f"{address}/v1/federations", json={"name": name, "task": task, "settings": settings}).raise_for_status()
+    wanted = {"name": name, "task": task, "settings": settings}
+    with connect(address) as client:
+        client.post("/v1/federations", json=wanted).raise_for_status()
     before = {process.pid for process in _renderers()}
     context = browser.new_context()
     try:
@@ -116,7 +118,8 @@ def page_row(browser: Any, address: str, task: str, budget: float, threads: int)
         memory = max(map(_pss, own))
     finally:
         context.close()
-        httpx.delete(f"{address}/v1/federations/{name}")
+        with connect(address) as client:
+            client.delete(f"/v1/federations/{name}")
     assert state["threads"] == threads, "of the page"
     return {"ms": state["stepMilliseconds"], "first_step": state["firstStep"], "page_mb": memory / 1e6}
 

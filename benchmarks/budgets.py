@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import httpx
 import torch
 
 from benchmarks.markdown import markdown_table
@@ -48,6 +47,7 @@ from sparrow.devices.conditions import ConditionsReader
 from sparrow.devices.system import System
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import FederationInfo, UpdateReport
+from sparrow.transport import connect
 
 TASK = "mnist:leaf"
 DUTIES = (1.0, 0.85, 0.7, 0.6, 0.5)
@@ -137,7 +137,7 @@ def _open(
     watch: Watchdog,
     prepare: Prepare,
 ) -> Session:
-    client = stack.enter_context(httpx.Client(base_url=server, timeout=60))
+    client = stack.enter_context(connect(server, timeout=60))
     state = stack.enter_context(closing(StateFolder(folder / f"device-{index}")))
     return Session(
         Transport(client),
@@ -160,7 +160,7 @@ def _task(info: FederationInfo, manifest: Manifest) -> Task:
 
 def _whole_round(server: str, clock: Clock) -> float:
     """Return the seconds of a round's training at budget 1, measured on this machine."""
-    with httpx.Client(base_url=server, timeout=60) as client:
+    with connect(server, timeout=60) as client:
         transport = Transport(client)
         info, manifest = transport.federation("budgets"), transport.manifest("budgets")
     return Predictor(_task(info, manifest), manifest, info.settings, memory=False, clock=clock).at(1.0).seconds
@@ -186,7 +186,7 @@ def _prepare(
 def _seconds(server: str) -> dict[str, float]:
     """Return device -> the median seconds of its rounds' training."""
     taken: dict[str, list[float]] = {}
-    with httpx.Client(base_url=server, timeout=60) as client:
+    with connect(server, timeout=60) as client:
         for number in range(1, ROUNDS + 1):
             answer = client.get(f"/v1/federations/budgets/rounds/{number}/reports").raise_for_status()
             for each in answer.json():

@@ -23,11 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from tqdm import tqdm
 
 from benchmarks import plots
-from edge_sdk.device.connection import connect
 from edge_sdk.device.state import Progress, StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.engines import Engine, evaluate_held_out
@@ -44,6 +42,7 @@ from sparrow.protocol.builtin import BuiltinTask, load_builtin
 from sparrow.protocol.manifest import Tensors, initial_values
 from sparrow.protocol.messages import CreateFederation, FederationInfo, RoundRecord
 from sparrow.protocol.settings import FederationSettings
+from sparrow.transport import connect
 
 TASK = "digits"
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -113,7 +112,8 @@ def run(folder: Path, server: str, seed: int, **settings: Any) -> dict[str, Any]
         Transport(client).create_federation(request.as_given().encode(), "application/json")
     with devices(folder, server, seed) as processes:
         info, records = watch(server, processes, folder)
-    model, _ = checkpoint.load(httpx.get(f"{server}/v1/federations/demo/model").raise_for_status().content)
+    with connect(server) as client:
+        model, _ = checkpoint.load(client.get("/v1/federations/demo/model").raise_for_status().content)
     wall = time.monotonic() - begin
     task = load_builtin(TASK)
     sessions = Sessions(Graphs(task.graphs["step"], task.graphs["evaluation"]))
@@ -180,9 +180,9 @@ def watch(
     server: str, processes: list[subprocess.Popen[bytes]], folder: Path
 ) -> tuple[FederationInfo, list[RoundRecord]]:
     """Show a live line until every device has left; return the federation's last state and its records."""
-    url = f"{server}/v1/federations/demo"
+    url = "/v1/federations/demo"
     end = time.monotonic() + LIMIT_SECONDS
-    with tqdm(total=ROUNDS, unit="round", desc="starting", dynamic_ncols=True) as bar, httpx.Client() as client:
+    with tqdm(total=ROUNDS, unit="round", desc="starting", dynamic_ncols=True) as bar, connect(server) as client:
         while True:
             running = [process for process in processes if process.poll() is None]
             info = FederationInfo.model_validate_json(client.get(url).raise_for_status().content)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from sparrow.command_line.exits import Exit, of_status
+from sparrow.command_line.exits import Exit
 from sparrow.graphs.errors import SkeletonError
 from sparrow.protocol.errors import ProtocolError
 
@@ -198,20 +198,6 @@ class MissingProgram(OperatorError):
 
 class BackupFailed(OperatorError):
     """A backup could not be made or restored."""
-
-
-class NoAnswer(OperatorError):
-    """No coordinator answers at this address."""
-
-    exit_code = Exit.UNREACHABLE
-
-
-class EvaluationRefused(OperatorError):
-    """The coordinator refused an evaluation with this HTTP status and advice."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(f"{detail} (HTTP {status})")
-        self.exit_code = of_status(status)
 
 
 Message = TypeVar("Message", bound=BaseModel)

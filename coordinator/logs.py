@@ -106,5 +106,5 @@ def install(level: str, format: Literal["text", "json"]) -> None:
             logger.handlers.clear()
             logger.propagate = True
     # These log every migration and every call of a client in this process.
-    for name in ("alembic", "httpx"):
+    for name in ("alembic", "httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)

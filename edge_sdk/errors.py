@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sparrow.command_line.exits import Exit, of_status
+from sparrow.protocol.errors import BadArgument as BadArgument
 from sparrow.protocol.errors import SdkError as SdkError
 from sparrow.protocol.failures import Failure, program_error
 
@@ -153,12 +154,6 @@ class NoCoordinator(Refused):
     """The HTTP server at the address is not a coordinator."""
 
     exit_code = Exit.UNREACHABLE
-
-
-class BadArgument(SdkError):
-    """An argument, option or setting is invalid."""
-
-    exit_code = Exit.USAGE
 
 
 class WrongSettings(BadArgument):

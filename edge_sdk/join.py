@@ -23,8 +23,6 @@ from .device.demands import Demands, SecureOnly, read_known
 
 __all__ = ["JoinOptions", "Result", "join"]
 
-import httpx
-
 from sparrow.command_line import allocator
 from sparrow.command_line.command import Command, Parser
 from sparrow.command_line.options import (
@@ -40,18 +38,19 @@ from sparrow.devices.conditions import Conditions, ConditionsReader
 from sparrow.devices.system import System
 from sparrow.export.errors import ExportError
 from sparrow.export.source import Source
-from sparrow.protocol import personal, tls
+from sparrow.protocol import personal
 from sparrow.protocol.failures import Failure, nothing_trained
 from sparrow.protocol.fields import NAME_PATTERN
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import Assignment, FederationInfo
 from sparrow.protocol.signatures import is_fingerprint
+from sparrow.transport import connect, httpx, refuse_foreign, tls
 
 from . import arguments as read
 from .arguments import check_federation_name, check_ranges
 from .budget.preparation import Preparation, check_budget
 from .budget.search import read_learned
-from .device.connection import connect, token_of
+from .device.connection import token_of
 from .device.embedding import DeviceProgress, ProgressReporter, Settable, Stop, Stopped
 from .device.local_noise import LocalNoise
 from .device.opening import add_compute, choose_compute
@@ -198,6 +197,7 @@ def join(
     Raises SdkError, among them BadArgument for an invalid argument or task, DoesNotFit if the budget needs more memory,
     and NothingTrained if the device ends without a personal model, or if its first ``FAILURES`` rounds fail in a row.
     """
+    refuse_foreign(client)
     halt = Stop(stop)
     if on_progress is not None and not callable(on_progress):
         raise BadArgument(f"on_progress is a {type(on_progress).__name__}; give a function of one DeviceProgress")
@@ -474,7 +474,7 @@ def check_writable(path: Path) -> None:
 
 def _command(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger(httpx.__name__).setLevel(logging.WARNING)
     allocator.give_back()
     given = {each.name: getattr(options, each.name) for each in fields(JoinOptions) if hasattr(options, each.name)}
     given["policy"] = _policy(options.policy, dict(options.limit))

@@ -23,7 +23,6 @@ from .device.trainable import CannotTrain
 
 __all__ = ["PublishOptions", "publish"]
 
-import httpx
 import numpy as np
 from pydantic import ValidationError
 
@@ -38,7 +37,7 @@ from sparrow.command_line.options import (
     with_skipped,
 )
 from sparrow.command_line.table import printable
-from sparrow.protocol import checkpoint, tls
+from sparrow.protocol import checkpoint
 from sparrow.protocol.auto import chosen
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 from sparrow.protocol.errors import MissingPart, ProtocolError
@@ -50,10 +49,11 @@ from sparrow.protocol.publication import Terms, digests_of
 from sparrow.protocol.ranges import Ranges
 from sparrow.protocol.settings import AUTO, FederationSettings
 from sparrow.protocol.signatures import Publication, fingerprint
+from sparrow.transport import connect, httpx, refuse_foreign, tls
 
 from . import arguments as read
 from .arguments import add_federation, check_federation_name, check_ranges
-from .device.connection import connect, token_of
+from .device.connection import token_of
 from .device.label_prior import LabelPrior
 from .device.transport import Transport
 from .errors import BadArgument, NameTaken, translated
@@ -146,6 +146,7 @@ def publish(
     UnsupportedLayer, UnknownMethod, NameTaken, and DifferentFederation if an existing federation differs (exist_ok) or
     its tensors, inputs or outputs do (replace).
     """
+    refuse_foreign(client)
     asked = read_settings(settings, known=ARGUMENTS)
     check_federation_name(name)
     if not isinstance(task, str | Task):

@@ -19,12 +19,11 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from edge_sdk.arguments import check_federation_name
-from edge_sdk.device.connection import connect, token_of
+from edge_sdk.device.connection import token_of
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import BadArgument, NotFound, translated
 
 from .command_line.faults import faults
-from .protocol import tls
 from .protocol.messages import (
     ChangeDevice,
     ChangeFederation,
@@ -36,6 +35,7 @@ from .protocol.messages import (
     RoundRecord,
 )
 from .protocol.overview import Overview
+from .transport import connect, tls
 
 FORMATS: dict[str, Literal["model", "model.onnx"]] = {".onnx": "model.onnx", ".safetensors": "model"}
 """File suffix -> name of the format in the coordinator's URLs."""

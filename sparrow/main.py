@@ -61,7 +61,7 @@ COMMANDS = {
     "web": Source("sparrow.coordinator.commands.web", "fetch the runtime for training in browsers", "coordinator"),
     "backup": Source("sparrow.coordinator.commands.backup", "back up a coordinator", "coordinator"),
     "restore": Source("sparrow.coordinator.commands.restore", "restore a backup", "coordinator"),
-    "evaluate": Source("sparrow.coordinator.commands.evaluate", "evaluate a global model on your test file"),
+    "evaluate": Source("sparrow.evaluate", "evaluate a global model on your test file"),
     "publish": Source("edge_sdk.publish", "create a federation", "device,publish", trains=True),
     "federation": Source("sparrow.federation", "list, create, control and delete federations"),
     "device": Source("sparrow.device", "list, inspect, revoke and remove devices"),

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from edge_sdk.device.connection import connect, token_of
+from edge_sdk.device.connection import token_of
 from edge_sdk.device.transport import Transport
 
 from .command_line.options import add_json, add_server, add_wait
-from .protocol import tls
+from .transport import connect, tls
 
 
 def add_coordinator(parser: argparse.ArgumentParser) -> None:

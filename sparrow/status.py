@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-import httpx
 import segno
 
 from edge_sdk.arguments import add_federation
-from edge_sdk.device.connection import connect, token_of
+from edge_sdk.device.connection import token_of
 from edge_sdk.device.transport import Transport
 
 from .command_line.command import Command, Parser, WrongUsage
@@ -28,11 +27,11 @@ from .command_line.options import add_json, add_server, add_wait, coloured
 from .command_line.table import printable, table
 from .device import as_table as as_table_of_devices
 from .federation import NONE, as_table
-from .protocol import tls
 from .protocol.addresses import in_network, means_caller
 from .protocol.messages import DeviceInfo, FederationInfo, FederationStatus, MakeJoinLink, OpenWork, RoundRecord
 from .protocol.overview import Overview
 from .protocol.signatures import fingerprint
+from .transport import connect, httpx, tls
 
 WATCH_SECONDS = 2.0
 ROUNDS_SHOWN = 10

@@ -19,9 +19,9 @@ from edge_sdk.device.transport import Transport
 from .command_line.command import Command, Parser, WrongUsage
 from .command_line.options import add_json, add_server, add_wait
 from .operating import connected
-from .protocol import tls
 from .protocol.messages import FederationStatus, RoundRecord
 from .trackers import MLflow, TensorBoard, Tracker
+from .transport import tls
 
 __all__ = ["curves", "follow"]
 

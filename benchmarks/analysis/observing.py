@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,6 +29,7 @@ from sparrow.protocol import checkpoint
 from sparrow.protocol.manifest import Tensors
 from sparrow.protocol.messages import Kind
 from sparrow.simulation.host import Plan, Stepped
+from sparrow.transport import connect, httpx
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def observed(server: str, plan: Plan, folder: Path) -> Iterator[Observer]:
 
     An error of a look ends the fleet, which would go on without, and is raised then.
     """
-    with httpx.Client(base_url=server, timeout=60) as client:
+    with connect(server, timeout=60) as client:
         observer = Observer(client, plan, folder / "devices", folder / "coordinator")
         try:
             yield observer

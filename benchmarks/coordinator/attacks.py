@@ -42,7 +42,6 @@ from benchmarks.coordinator.contest import Row
 from benchmarks.coordinator.models import LARGE, task_of
 from benchmarks.coordinator.processes import Side
 from benchmarks.markdown import markdown_table
-from edge_sdk.device.connection import connect
 from edge_sdk.device.transport import Transport
 from edge_sdk.publish import PublishOptions, publish
 from sparrow.bench import server as ours
@@ -52,6 +51,7 @@ from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import GraphName, Tensors
 from sparrow.protocol.messages import CreateFederation, Enrol
 from sparrow.protocol.settings import FederationSettings
+from sparrow.transport import connect
 
 MEMORY_BAR = 64e6
 """Bytes."""

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_sdk.device.connection import connect
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import FederationOver
 from edge_sdk.methods import load_method
@@ -25,6 +24,7 @@ from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import Assignment, Enrol, Kind, UpdateReport
 from sparrow.protocol.neurons import mask_digest
 from sparrow.protocol.parts import expected
+from sparrow.transport import connect
 
 WAIT_SECONDS = 30.0
 EXAMPLES = 100

@@ -28,11 +28,11 @@ from benchmarks.coordinator.contest import Row, peak_rss
 from benchmarks.coordinator.models import SMALL, model_of, task_of
 from benchmarks.coordinator.processes import Side
 from benchmarks.coordinator.sparrow import ALWAYS
-from edge_sdk.device.connection import connect
 from edge_sdk.device.transport import Transport
 from edge_sdk.publish import publish
 from sparrow.bench import server as ours
 from sparrow.bench.server import free_port, machine
+from sparrow.transport import connect
 
 FEDERATION = "crowd"
 AT_ONCE = 4

@@ -16,12 +16,12 @@ from benchmarks.coordinator.contest import Row, peak_rss
 from benchmarks.coordinator.models import LARGE, model_of, task_of
 from benchmarks.coordinator.processes import Side
 from benchmarks.coordinator.sparrow import ALWAYS, SETTINGS
-from edge_sdk.device.connection import connect
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import FederationOver
 from edge_sdk.publish import publish
 from sparrow.bench import server as ours
 from sparrow.bench.server import free_port, machine
+from sparrow.transport import connect
 
 CLOSES_SECONDS = 120.0
 AT_ONCE = 4

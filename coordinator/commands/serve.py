@@ -100,6 +100,8 @@ def _run(options: argparse.Namespace) -> None:
             uvicorn.Config(
                 observed,
                 loop="asyncio",
+                # Otherwise uvicorn reads WEB_CONCURRENCY.
+                workers=1,
                 ssl_certfile=options.ssl_certfile,
                 ssl_keyfile=options.ssl_keyfile,
                 use_colors=coloured(),

@@ -15,10 +15,11 @@ import os
 import sys
 from pathlib import Path
 
-import httpx
 from tqdm import tqdm
 
-from sparrow.command_line.command import Command, Parser
+from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.protocol.errors import BadArgument
+from sparrow.transport import connect, httpx, tls
 
 from ..errors import BadRuntime, OperatorError
 from ..web import runtime
@@ -55,7 +56,11 @@ def _download(package: runtime.Package) -> bytes:
     url = f"{registry.rstrip('/')}/{package.path}"
     body = bytearray()
     try:
-        with httpx.stream("GET", url, follow_redirects=True, timeout=30) as answer:
+        client = connect(registry)
+    except BadArgument as error:
+        raise WrongUsage(f"the npm registry cannot be used: {error}; or correct NPM_CONFIG_REGISTRY") from None
+    try:
+        with client, client.stream("GET", f"/{package.path}", follow_redirects=True) as answer:
             answer.raise_for_status()
             size = int(answer.headers.get("content-length", 0)) or None
             with tqdm(total=size, disable=None, unit="B", unit_scale=True, desc=package.name) as bar:
@@ -65,8 +70,10 @@ def _download(package: runtime.Package) -> bytes:
                     if len(body) > LARGEST_PACKAGE:
                         raise BadRuntime(f"{url} has more than {LARGEST_PACKAGE:,} bytes; check NPM_CONFIG_REGISTRY")
     except httpx.HTTPError as error:
+        through = "" if client.through is None else f", through the proxy {client.through}"
         raise OperatorError(
-            f"{url} cannot be downloaded ({error}); download it on another machine and give it with --file"
+            f"{url} cannot be downloaded ({tls.explain(error) or error}{through}); download it on another machine and "
+            f"give it with --file"
         ) from None
     return bytes(body)
 

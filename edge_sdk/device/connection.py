@@ -11,27 +11,24 @@ answer.
 from __future__ import annotations
 
 import hashlib
-import http.cookiejar
 import io
 import logging
 import os
 import random
-import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, TypeVar
 
-import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from sparrow.command_line.table import printable
-from sparrow.protocol import tls
-from sparrow.protocol.addresses import is_loopback
 from sparrow.protocol.messages import UpdateReceived
+from sparrow.transport import Client, httpx, tls
+from sparrow.transport.clients import bad_address
 
 from .. import errors
-from ..errors import BadArgument, NoCoordinator, Refused, Unreachable
+from ..errors import NoCoordinator, Refused, Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +78,6 @@ LONGEST_TEXT = 1000
 # After SLOW_SECONDS, an answer slower than this average (bytes/s) counts as interrupted.
 SLOWEST = 1024.0
 SLOW_SECONDS = 60.0
-TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 Message = TypeVar("Message", bound=BaseModel)
 Found = TypeVar("Found")
 
@@ -99,69 +95,9 @@ class Traffic:
     earlier_seconds: float = 0.0
 
 
-def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
-    """Return an HTTP client for the coordinator at this address. Raises BadArgument, BadCertificate.
-
-    A path in the address is kept, for proxies.
-    """
-    # Checked first, so that no message repeats a password.
-    if "@" in str(server):
-        raise bad_address("The address", "holds a name or password, but tokens are given as SPARROW_..._TOKEN")
-    named = f"The address {server}"
-    try:
-        url = httpx.URL(server)
-    except (httpx.InvalidURL, TypeError) as error:
-        raise bad_address(named, f"cannot be read ({error})") from error
-    if url.scheme not in ("http", "https"):
-        raise bad_address(named, "has no scheme")
-    if not url.host:
-        raise bad_address(named, "names no host")
-    if url.port is not None and not 0 < url.port < 65536:
-        raise bad_address(named, f"has the port {url.port}, but ports go from 1 to 65535")
-    if url.query or url.fragment:
-        raise bad_address(named, "continues after its path")
-    verify: ssl.SSLContext | bool = True
-    if trust is not None and trust != tls.Tls():
-        verify = trust.context()
-    elif url.scheme == "http":
-        # Without TLS, skip loading the public authorities.
-        verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # Otherwise the client would keep any number of cookies for its whole life.
-    no_cookies = http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=()))
-    return httpx.Client(
-        base_url=server,
-        timeout=TIMEOUT,
-        verify=verify,
-        cookies=no_cookies,
-        event_hooks={"request": [_warn_of_plain_http(url)]},
-    )
-
-
-def _warn_of_plain_http(url: httpx.URL) -> Callable[[httpx.Request], None]:
-    """Return a hook that warns once if a token is sent unencrypted over a network."""
-    plain = url.scheme == "http" and not is_loopback(url.host)
-
-    def warn(request: httpx.Request) -> None:
-        nonlocal plain
-        if plain and "Authorization" in request.headers:
-            plain = False
-            log.warning(
-                "tokens go to %s over plain http: anyone who can listen on the network can take them; use https://, "
-                "and --ca FILE if its certificate is from your own authority",
-                url.host,
-            )
-
-    return warn
-
-
 def token_of(*kinds: Literal["admin", "observer", "enrolment"]) -> str | None:
     """Return the first of these tokens that the environment sets, such as SPARROW_ADMIN_TOKEN."""
     return next(filter(None, (os.environ.get(f"SPARROW_{kind.upper()}_TOKEN") for kind in kinds)), None)
-
-
-def bad_address(named: str, fault: str) -> BadArgument:
-    """Return the error for an invalid address. named: ``The address ...``."""
-    return BadArgument(f"{named} {fault}; give http://HOST:PORT or https://HOST")
 
 
 class Connection:
@@ -182,6 +118,7 @@ class Connection:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
+        self._through = client.through if isinstance(client, Client) else None
         self.patience_seconds = patience_seconds
         self._on_wait = on_wait
         self._sleep = sleep
@@ -345,7 +282,7 @@ class Connection:
                     return found
                 # Once a coordinator has answered, refusals by another server (captive portal, proxy) are temporary.
                 if not passes(answer) and (is_problem(answer) or not self._known):
-                    raise _refusal(answer)
+                    raise self._refusal(answer)
                 passing = PROBLEMS.get(_type(answer), Unreachable)
                 kind = passing if issubclass(passing, Unreachable) else Unreachable
                 reason = f"HTTP {answer.status_code}: {detail_of(answer)}"
@@ -357,25 +294,52 @@ class Connection:
             except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as error:
                 raise bad_address(f"The address {self._client.base_url}", f"cannot be called ({error})") from error
             except (httpx.TransportError, httpx.DecodingError) as error:
-                reason = str(error) or type(error).__name__
-                if not self._known:
-                    reason = tls.hint(error, str(self._client.base_url))
+                reason = self._reason(error)
                 untrusted = tls.explain(error)
                 if untrusted is not None and not self._known:
-                    raise Unreachable(f"{self._client.base_url} cannot be used: {untrusted}") from error
+                    through = "" if self._through is None else f" through the proxy {self._through}"
+                    raise Unreachable(f"{self._client.base_url} cannot be used{through}: {untrusted}") from error
             # Add a random wait to the requested one: other devices received the same request.
             seconds = pause + self._chance.uniform(0, max(longest, pause / 4))
             if self.patience_seconds is not None and waited + seconds > self.patience_seconds:
                 if kind is not Unreachable:
                     raise kind(f"{self._client.base_url} cannot take this now ({reason})")
-                raise Unreachable(
-                    f"{self._client.base_url} does not answer ({reason}); check the address, and that a coordinator "
-                    f"runs there"
-                )
+                raise self.silent(reason)
             self._on_wait(reason, seconds)
             self._sleep(seconds)
             waited += seconds
             longest = min(2 * longest, LONGEST_WAIT)
+
+    def _refusal(self, answer: httpx.Response) -> Refused:
+        """Return the error for an answer that refuses the call for good."""
+        if is_problem(answer):
+            kind = PROBLEMS.get(_type(answer), Refused)
+            return (kind if issubclass(kind, Refused) else Refused)(answer.status_code, detail_of(answer))
+        detail = detail_of(answer)
+        if self._through is not None:
+            detail = f"{detail}, and the proxy {self._through}"
+        # nginx, Caddy and Apache answer so.
+        elif answer.status_code == 400 and answer.url.scheme == "http" and tls.speaks_tls(answer.url):
+            detail = f"{detail}; {tls.USE_HTTPS}"
+        return NoCoordinator(answer.status_code, detail)
+
+    def _reason(self, error: Exception) -> str:
+        """Return why a call got no answer."""
+        if self._known or self._through is not None:
+            return tls.explain(error) or str(error) or type(error).__name__
+        return tls.explain(error) or tls.hint(error, str(self._client.base_url))
+
+    def silent(self, reason: str) -> Unreachable:
+        """Return the error for a coordinator that does not answer. It names the proxy of the calls, if there is one."""
+        server = self._client.base_url
+        if self._through is None:
+            return Unreachable(
+                f"{server} does not answer ({reason}); check the address, and that a coordinator runs there"
+            )
+        return Unreachable(
+            f"{server} does not answer through the proxy {self._through} ({reason}); check the address and the "
+            f"proxy, or {self._through.remedy}"
+        )
 
 
 def message_of(kind: type[Message], answer: httpx.Response) -> Message:
@@ -399,13 +363,6 @@ def pause_of(answer: httpx.Response, usual: float) -> float:
     text = answer.headers.get("Retry-After", "")
     sensible = text.isascii() and text.isdecimal() and len(text) < 10
     return min(float(text), LONGEST_PAUSE) if sensible else usual
-
-
-def _refusal(answer: httpx.Response) -> Refused:
-    if not is_problem(answer):
-        return NoCoordinator(answer.status_code, detail_of(answer))
-    kind = PROBLEMS.get(_type(answer), Refused)
-    return (kind if issubclass(kind, Refused) else Refused)(answer.status_code, detail_of(answer))
 
 
 def passes(answer: httpx.Response) -> bool:

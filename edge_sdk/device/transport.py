@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 from urllib.parse import quote
 
-import httpx
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
@@ -20,8 +19,9 @@ from sparrow.protocol.manifest import MAX_GRAPH, MAX_MANIFEST, GraphName, Manife
 from sparrow.protocol.overview import Overview
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import MAX_STATEMENT, Published
+from sparrow.transport import httpx
 
-from ..errors import BadContent, Damaged, NoCoordinator, NotFound, NotInstalled, Refused, Unreachable, WrongSettings
+from ..errors import BadContent, Damaged, NoCoordinator, NotFound, NotInstalled, Refused, WrongSettings
 from .connection import LARGEST_LIST, Connection, Message, detail_of, is_problem, message_of, passes, pause_of
 
 # Updates of at least this size resume after an interruption; smaller ones are sent again.
@@ -31,6 +31,7 @@ LARGEST_PUBLICATION = 2 * (MAX_MANIFEST + MAX_STATEMENT)
 # Bytes of a downloaded global model.
 MAX_FILE = 8 * 1024**3
 HEARTBEAT_TIMEOUT = httpx.Timeout(10.0)
+EVALUATION_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,18 @@ class Transport(Connection):
         """Return the newest global model as a file. Raises NoGlobalModel."""
         return self.call("GET", f"/v1/federations/{name}/{path}", most=MAX_FILE).content
 
+    def evaluation(self, name: str, body: bytes) -> messages.Evaluation:
+        """Return the coordinator's evaluation of its global model. body: a safetensors file of inputs and targets."""
+        path = f"/v1/federations/{name}/model/evaluation"
+        headers = {"Content-Type": checkpoint.MEDIA_TYPE}
+        return self.ask(messages.Evaluation, "POST", path, content=body, headers=headers, timeout=EVALUATION_TIMEOUT)
+
     def trouble(self) -> str | None:
         """Return why the coordinator is not ready, or None. Does not retry."""
         try:
             answer = self.exchange("GET", "/readyz")
         except httpx.TransportError as error:
-            raise Unreachable(f"{self._client.base_url} does not answer ({error})") from error
+            raise self.silent(str(error)) from error
         return None if answer.is_success else detail_of(answer)
 
     def manifest(self, name: str) -> Manifest:

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
 from torch import nn
 from tqdm import tqdm
 
@@ -47,6 +46,7 @@ from ..protocol.settings import AUTO
 from ..simulation.fleet import run_fleet
 from ..simulation.host import Plan, Stepped
 from ..simulation.result import Result
+from ..transport import connect
 from . import rows
 from .experiment import DEFAULT, FOLDER, Experiment, Trial, Value, trials
 from .files import files_of_devices
@@ -355,7 +355,7 @@ def _data_text(where: Where, dealt: str) -> str:
 
 def collect(server: str, trial: Trial, wall_seconds: float, engine: EngineName, compute: Compute) -> Recorded:
     """Return the rows of an ended trial from its coordinator's records. engine, compute: of the training."""
-    with httpx.Client(base_url=server, timeout=60) as client:
+    with connect(server, timeout=60) as client:
 
         def get(path: str) -> Any:
             return client.get(f"/v1/federations/{FEDERATION}{path}").raise_for_status().json()

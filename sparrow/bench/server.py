@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
-
 from edge_sdk.tasks.compute import PROCESSOR, USUAL, Compute
+
+from ..transport import connect, httpx
 
 
 @contextlib.contextmanager
@@ -65,8 +65,8 @@ def wait_until_healthy(server: str, process: subprocess.Popen[bytes], log: Path)
     for _ in range(600):
         if process.poll() is not None:
             raise SystemExit(f"the coordinator did not start:\n{log.read_text()}")
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{server}/healthz").status_code == 200:
+        with contextlib.suppress(httpx.TransportError), connect(server) as client:
+            if client.get("/healthz").status_code == 200:
                 return
         time.sleep(0.1)
     raise SystemExit(f"the coordinator did not answer within a minute:\n{log.read_text()}")

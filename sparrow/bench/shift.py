@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from tqdm import tqdm
 
@@ -49,6 +48,7 @@ from ..protocol.masks import Mask, pack
 from ..protocol.messages import Assignment, FederationInfo, Kind
 from ..protocol.parts import expected
 from ..simulation.host import Plan
+from ..transport import connect
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Finished:
 def read_finished(server: str, federation: str, folder: Path, engine: EngineName) -> Finished:
     """Read an ended federation from its coordinator and the trial's folder. engine: of the training."""
     root = folder / "devices"
-    with httpx.Client(base_url=server, timeout=60) as client:
+    with connect(server, timeout=60) as client:
         transport = Transport(client)
         known = Known.of(transport, federation)
         info, manifest = known.info, known.manifest

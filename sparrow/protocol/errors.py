@@ -21,6 +21,12 @@ class SdkError(Exception):
             self.failure = failure
 
 
+class BadArgument(SdkError):
+    """An argument, option, setting or environment variable is invalid."""
+
+    exit_code = Exit.USAGE
+
+
 class MissingPart(SdkError):
     """A required package or program is not installed; the text says how to install it."""
 

@@ -18,13 +18,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from edge_sdk.device.connection import connect, token_of
+from edge_sdk.device.connection import token_of
 from edge_sdk.device.state import default_root
 from edge_sdk.device.transport import Transport
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, NameTaken, SdkError, StateError
 
 from ..protocol.errors import MissingPart
+from ..transport import connect
 from .fleet import USUAL, Access, run_fleet
 from .host import Plan
 from .result import Result

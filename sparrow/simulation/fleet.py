@@ -25,10 +25,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 from tqdm import tqdm
 
-from edge_sdk.device.connection import connect, token_of
+from edge_sdk.device.connection import token_of
 from edge_sdk.device.opening import choose_engine, fetch_graphs
 from edge_sdk.device.session import FAILURES, Known
 from edge_sdk.device.state import FolderLock, Reference, default_root, write_atomically
@@ -38,9 +37,10 @@ from edge_sdk.engines import EngineChoice, EngineName
 from edge_sdk.errors import BadArgument, NotFound, NothingTrained, SdkError, translated
 from edge_sdk.tasks import Task
 
-from ..protocol import checkpoint, tls
+from ..protocol import checkpoint
 from ..protocol.manifest import Manifest, Tensors
 from ..protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
+from ..transport import connect, httpx, tls
 from . import in_process
 from .host import Host, OnnxTrainer, Plan, Stepped, TorchTrainer, Trainer
 from .result import Result, read_ended

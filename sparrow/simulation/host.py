@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import httpx
-
 from edge_sdk.device.connection import Traffic
 from edge_sdk.device.demands import Demands
 from edge_sdk.device.local_noise import LocalNoise
@@ -35,6 +33,7 @@ from sparrow.devices.simulation import Board
 
 from ..protocol.manifest import Tensors, TensorSpec
 from ..protocol.messages import DeviceProfile, FederationInfo, Kind
+from ..transport import httpx
 
 if TYPE_CHECKING:
     from edge_sdk.engines.onnx import Sessions

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
+from ..transport import httpx
 
 ADDRESS = "http://in-process"
 

@@ -35,8 +35,8 @@ from sparrow.devices.simulation import BOARDS, Board, load_boards
 
 from ..command_line.command import Command, Parser, WrongUsage
 from ..command_line.options import add_help_settings, add_json, add_server, add_wait
-from ..protocol import tls
 from ..protocol.settings import FederationSettings
+from ..transport import httpx, tls
 from . import in_process
 from .cluster import run_on_ray
 from .fleet import Access, connect_to, run_fleet
@@ -228,7 +228,7 @@ def _load_app(text: str) -> Any:
 def _command(options: argparse.Namespace) -> None:
     _check(options)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger(httpx.__name__).setLevel(logging.WARNING)
     settings = {"method_settings": dict(options.method_set), **dict(options.set)} if options.task else {}
     read_settings(settings, "--set ")
     try:

@@ -22,11 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 from root import CannotEmulate, Root, check_host, register_emulator
 
 from edge_sdk.predict import Predictor
+from sparrow.transport import httpx
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORK = REPOSITORY / ".arm64"

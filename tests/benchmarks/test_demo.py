@@ -5,10 +5,11 @@ import signal
 import subprocess
 import sys
 
-import httpx
 import numpy as np
 import onnxruntime
 import pytest
+
+from sparrow.transport import httpx
 
 DIGIT = np.zeros((2, 1, 8, 8), dtype=np.float32)
 

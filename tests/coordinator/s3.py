@@ -6,8 +6,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import httpx
 import pytest
+
+from sparrow.transport import httpx
 
 KEYS = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests", "AWS_REGION": "us-east-1"}
 BUCKET = "sparrow"

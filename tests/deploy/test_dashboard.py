@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import yaml
@@ -15,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sparrow.protocol import bundle
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.messages import Assignment
+from sparrow.transport import httpx
 
 from ..system.conftest import Coordinator, wait_until
 

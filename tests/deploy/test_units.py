@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
 from sparrow.command_line.exits import Exit
+from sparrow.transport import httpx
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNITS = ["sparrow-device.service", "sparrow-device.timer", "sparrow-coordinator.service"]

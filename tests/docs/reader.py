@@ -15,8 +15,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import httpx
 import pytest
+
+from sparrow.transport import httpx
 
 INSTALLS = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\S*python3? -m venv |\S*pip (?:un)?install |sudo apt install |uv venv )")
 """What makes an environment, or puts a package into it."""

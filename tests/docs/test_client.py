@@ -9,10 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
+
+from sparrow.transport import httpx
 
 from ..system.conftest import Coordinator, environment
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-import httpx
+from sparrow.transport import httpx
 
 
 class Lying(httpx.BaseTransport):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from contextlib import closing
 
-import httpx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,7 @@ from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol.failures import FAILURES
 from sparrow.simulation import in_process as inprocess
+from sparrow.transport import httpx
 
 pytestmark = pytest.mark.integration  # plays federations
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 
-import httpx
 import pytest
 
 from edge_sdk.device.heartbeat import BEATS, heartbeat
 from edge_sdk.device.transport import Transport
+from sparrow.transport import httpx
 
 PROBLEM = {"Content-Type": "application/problem+json"}
 

@@ -7,7 +7,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 
@@ -18,6 +17,7 @@ from sparrow.coordinator.settings import Settings
 from sparrow.protocol.messages import Enrol
 from sparrow.protocol.settings import FederationSettings
 from sparrow.simulation import in_process as inprocess
+from sparrow.transport import httpx
 
 KEY = "k" * 32
 

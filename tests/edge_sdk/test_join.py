@@ -8,7 +8,6 @@ from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
-import httpx
 import pytest
 
 from edge_sdk import join, publish
@@ -34,6 +33,7 @@ from sparrow.protocol.evidence import CANDIDATES, GLOBAL
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import BudgetLimit, Moved
 from sparrow.simulation import in_process
+from sparrow.transport import httpx
 
 from .hostile import changed
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 from types import SimpleNamespace
 
-import httpx
 import numpy as np
 import pytest
 
@@ -28,6 +27,7 @@ from sparrow.protocol.elements import ElementMask
 from sparrow.protocol.masks import NeuronDraw, draw_neurons
 from sparrow.protocol.secure.pads import BadSecret
 from sparrow.simulation import in_process
+from sparrow.transport import httpx
 
 from .hostile import Lying, changed
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
 import pytest
 
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.simulation.simulate import SimulationOptions, simulate
+from sparrow.transport import httpx
 
 from ..kinds import METHODS as KINDS
 from ..kinds import chosen

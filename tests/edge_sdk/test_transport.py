@@ -13,7 +13,6 @@ import threading
 import tracemalloc
 from contextlib import ExitStack, suppress
 
-import httpx
 import pytest
 
 from edge_sdk.device.connection import (
@@ -23,7 +22,6 @@ from edge_sdk.device.connection import (
     LARGEST_REFUSAL,
     LONGEST_PAUSE,
     LONGEST_WAIT,
-    connect,
 )
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import (
@@ -57,6 +55,7 @@ from sparrow.protocol.messages import (
     UploadCost,
 )
 from sparrow.protocol.settings import FederationSettings
+from sparrow.transport import connect, httpx
 
 BODY = bytes(range(256)) * 40
 PAYLOAD = Payload(bytes=len(BODY), sha256=hashlib.sha256(BODY).hexdigest())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import httpx
 import numpy as np
 import onnx
 import pytest
@@ -32,6 +31,7 @@ from sparrow.protocol.publication import Terms
 from sparrow.protocol.ranges import read_ranges
 from sparrow.protocol.signatures import BadPublication, Publication
 from sparrow.simulation import in_process
+from sparrow.transport import httpx
 
 from .hostile import Lying, changed
 

@@ -7,7 +7,6 @@ import os
 import stat
 import time
 
-import httpx
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from edge_sdk.device.transport import Transport
 from edge_sdk.device.values import UNUSED_SECONDS, load_values, shared_folder
 from sparrow.protocol import values
 from sparrow.protocol.manifest import Manifest, TensorSpec
+from sparrow.transport import httpx
 
 ARRAY = np.arange(600, dtype=np.float32)
 

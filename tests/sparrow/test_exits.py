@@ -14,7 +14,6 @@ import sys
 import threading
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
@@ -27,6 +26,7 @@ from sparrow.graphs.skeleton import fill as fill_skeleton
 from sparrow.main import COMMANDS
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values
+from sparrow.transport import httpx
 
 from ..coordinator.api.test_contract import serving
 from ..disks import fill, small_disk
@@ -278,8 +278,8 @@ def test_the_nearest_limit_of_a_policy_and_part_of_data_are_told(fails, guarded,
         ("serve", "uvicorn", "[coordinator]"),
         ("token", "httpx", ""),
         ("completion", "shtab", "[completion]"),
-        ("status", "httpx", ""),
-        ("track", "httpx", ""),
+        ("status", "segno", ""),
+        ("track", "pydantic", ""),
     ],
 )
 def test_a_part_that_is_not_installed_is_named_with_its_extra(fails, monkeypatch, name, lacks, extra):

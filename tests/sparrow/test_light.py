@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from sparrow.bench.server import coordinator
+from sparrow.transport import httpx
 
 PROBE = """
 import io, json, sys
 from contextlib import redirect_stdout, suppress
 
 def heavy():
-    known = ("torch", "numpy", "httpx", "pydantic", "fastapi", "sqlalchemy", "onnx", "onnxruntime", "shtab")
+    known = ("torch", "numpy", "httpx", "httpx2", "pydantic", "fastapi", "sqlalchemy", "onnx", "onnxruntime", "shtab")
     return [name for name in known if name in sys.modules]
 
 from sparrow.main import main
@@ -49,8 +50,8 @@ def test_a_command_loads_its_own_part_alone(tmp_path):
     found = loaded(tmp_path, "devices", "predict", "status", "export", "token", "serve")
     assert found[""] == found["devices"] == []
     assert found["predict"] == ["numpy"]
-    assert found["status"] == ["numpy", "httpx", "pydantic"]
-    assert set(found["export"]) <= {"numpy", "httpx", "pydantic", "onnx", "onnxruntime"}
+    assert found["status"] == ["numpy", httpx.__name__, "pydantic"]
+    assert set(found["export"]) <= {"numpy", httpx.__name__, "pydantic", "onnx", "onnxruntime"}
     assert "fastapi" not in found["token"]
     assert not {"torch", "shtab"} & set(found["serve"])
     assert list(tmp_path.iterdir()) == []

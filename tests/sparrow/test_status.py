@@ -7,15 +7,14 @@ import json
 import socket
 from dataclasses import replace
 
-import httpx
 import pytest
 import segno
 
-from edge_sdk.device.connection import connect
 from edge_sdk.device.transport import Transport
 from sparrow import status
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.settings import Settings
+from sparrow.transport import connect, httpx
 
 from ..coordinator.api.test_contract import serving
 from .conftest import ADMIN, ENROLMENT, OBSERVER

@@ -21,9 +21,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
+
+from sparrow.transport import httpx
 
 from .proxy import Proxy
 

@@ -6,12 +6,12 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Timer
 
-import httpx
 import pytest
 
 from sparrow.protocol import bundle
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.messages import Assignment
+from sparrow.transport import httpx
 
 CROWD = 15
 KILLS = 2

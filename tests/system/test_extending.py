@@ -13,7 +13,6 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-import httpx
 import numpy as np
 import onnx.helper
 import pytest
@@ -29,6 +28,7 @@ from sparrow.devices.system import System
 from sparrow.export.errors import ExportError
 from sparrow.export.passes import installed_passes
 from sparrow.protocol import checkpoint
+from sparrow.transport import httpx
 
 from .conftest import Coordinator, environment
 

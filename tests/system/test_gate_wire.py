@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -25,6 +24,7 @@ from sparrow.protocol import bundle
 from sparrow.protocol.blocks import BlockMask
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import unpack
+from sparrow.transport import httpx
 
 from .conftest import Coordinator, Machine
 from .proxy import Exchange, Proxy

@@ -11,9 +11,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import httpx
 import pytest
 import safetensors.numpy
+
+from sparrow.transport import httpx
 
 from ..coordinator.api.test_contract import published
 from .conftest import Coordinator, environment

@@ -6,8 +6,9 @@ import json
 import subprocess
 import sys
 
-import httpx
 import pytest
+
+from sparrow.transport import httpx
 
 from .conftest import Coordinator, environment
 

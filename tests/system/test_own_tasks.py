@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 
-import httpx
 import numpy as np
 import onnxruntime
 import pytest
@@ -19,6 +18,7 @@ from edge_sdk.errors import NothingTrained
 from edge_sdk.join import JoinOptions, Result, join
 from edge_sdk.publish import PublishOptions, publish
 from edge_sdk.tasks import Task
+from sparrow.transport import httpx
 
 from .conftest import Coordinator, environment, wait_until
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import httpx
 import pytest
 
 from edge_sdk.publish import PublishOptions, publish
 from edge_sdk.publishing.signing import Publisher
+from sparrow.transport import httpx
 
 from . import browsers
 from .browsers import NARROW, playwright

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
 from sparrow.bench.server import free_port
+from sparrow.transport import httpx
 
 from .browsers import browser, open_page  # noqa: F401
 from .conftest import environment, wait_until

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from datetime import datetime, timezone
 
-import httpx
 import pytest
 
 from edge_sdk.device.policy import Policy
@@ -15,6 +14,7 @@ from edge_sdk.device.transport import Transport
 from edge_sdk.device.watchdog import LOOK_SECONDS, Watchdog
 from edge_sdk.tasks.digits import load
 from sparrow.protocol.messages import PauseReason
+from sparrow.transport import httpx
 
 from ..edge_sdk.conditions import conditions
 from .conftest import wait_until

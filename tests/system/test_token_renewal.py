@@ -7,7 +7,6 @@ import time
 from contextlib import ExitStack, closing
 from datetime import datetime
 
-import httpx
 import pytest
 
 from edge_sdk.device.session import Outcome, Session
@@ -18,6 +17,7 @@ from edge_sdk.tasks.digits import load
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.simulation import in_process as inprocess
+from sparrow.transport import httpx
 
 ALWAYS = 1e-9
 TOKENS = {

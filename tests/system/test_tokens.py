@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-import httpx
 import pytest
 
 from edge_sdk.errors import Refused
 from edge_sdk.join import JoinOptions, Result, join
 from edge_sdk.publish import PublishOptions, publish
 from edge_sdk.tasks import load_task
+from sparrow.transport import httpx
 
 from .conftest import Coordinator
 

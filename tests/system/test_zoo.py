@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-import httpx
 import numpy as np
 import onnx
 import onnxruntime
@@ -28,6 +27,7 @@ from sparrow.bench.server import coordinator
 from sparrow.protocol import bundle
 from sparrow.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
 from sparrow.protocol.settings import FederationSettings
+from sparrow.transport import httpx
 
 from ..kinds import chosen
 from .conftest import environment

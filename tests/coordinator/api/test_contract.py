@@ -17,7 +17,6 @@ import threading
 import time
 from contextlib import ExitStack, closing, contextmanager
 
-import httpx
 import numpy as np
 import onnx
 import pytest
@@ -42,6 +41,7 @@ from sparrow.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_ne
 from sparrow.protocol.messages import ASSIGNMENT_TYPE, Assignment, Phase, UpdateReport, UploadCost
 from sparrow.protocol.parts import expected
 from sparrow.protocol.settings import FederationSettings
+from sparrow.transport import httpx
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from unittest.mock import Mock
 
-import httpx
 import psycopg
 import pytest
 import uvicorn
@@ -37,6 +36,7 @@ from sparrow.coordinator.storage import database, store
 from sparrow.protocol import bundle
 from sparrow.protocol.errors import BundleError
 from sparrow.protocol.settings import FederationSettings
+from sparrow.transport import httpx
 
 from ...disks import fill, small_disk
 from .test_contract import DIGITS, ask, assert_problem, enrol, open_app, put, settings_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import onnxruntime
@@ -11,8 +12,8 @@ import psutil
 import pytest
 
 from edge_sdk.tasks.digits import load_images
+from sparrow import evaluate, operating
 from sparrow.command_line.exits import Exit
-from sparrow.coordinator.commands import evaluate
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.protocol import checkpoint
@@ -119,7 +120,7 @@ def test_it_takes_an_admin(tmp_path, digits):
 def test_the_command(client, digits, tmp_path, monkeypatch, capsys):
     file = tmp_path / "test.npz"
     np.savez(file, x=digits["inputs"], y=digits["targets"])
-    monkeypatch.setattr(evaluate.httpx, "post", lambda url, verify, **kwargs: client.post(url, **kwargs))
+    monkeypatch.setattr(operating, "connect", lambda server, trust: nullcontext(client))
     command = ["default", "--server", inprocess.ADDRESS, "--data", str(file)]
     assert evaluate.main([*command, "--inputs", "x", "--targets", "y"]) == 0
     assert capsys.readouterr().out.startswith("700 samples: accuracy 0.")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from sparrow.coordinator.web import steps
 from sparrow.graphs.steps import step_of_neurons
 from sparrow.protocol.masks import NeuronDraw, draw_neurons
+from sparrow.transport import httpx
 
 from .test_contract import DIGITS, ask, assert_problem, enrol, open_app, put, settings_of
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 
-import httpx
 import pytest
 from sqlalchemy import func, select
 
@@ -18,6 +17,7 @@ from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import BrowserSession
 from sparrow.protocol.messages import CreateToken
 from sparrow.protocol.settings import FederationSettings
+from sparrow.transport import httpx
 
 from .test_contract import serving
 

@@ -8,12 +8,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-import httpx
 import pytest
 
 from edge_sdk.device import transport
 from edge_sdk.device.transport import Transport
 from sparrow.protocol import bundle
+from sparrow.transport import httpx
 
 from ...system.proxy import Proxy
 from .test_contract import DIGITS, assert_problem, open_app, pair, put, settings_of

@@ -10,13 +10,13 @@ import warnings
 from contextlib import closing
 from unittest.mock import Mock
 
-import httpx
 import pytest
 
 from sparrow.coordinator.errors import BadStorage, Damaged, Unavailable, WrongBlobs
 from sparrow.coordinator.storage.blobs import FolderBlobs
 from sparrow.coordinator.storage.objects import ObjectBlobs
 from sparrow.coordinator.storage.store import Store
+from sparrow.transport import httpx
 
 from ..fakes import LocalCoordinator
 from ..s3 import BUCKET, KEYS, serving

@@ -1,0 +1,11 @@
+"""HTTP clients: their library, proxy and certificates.
+
+All other modules import ``httpx`` from here: it is ``httpx2``, its successor, if that is installed. ``connect`` makes
+every client of a server. It reads the environment itself, because the libraries raise errors of
+many types for values that they cannot use.
+"""
+
+from .clients import Client as Client
+from .clients import connect as connect
+from .clients import refuse_foreign as refuse_foreign
+from .library import httpx as httpx
