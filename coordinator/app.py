@@ -112,7 +112,8 @@ class Coordinator:
         assert clock is not None, "one of the two"
         self.metrics = Metrics()
         self.metrics.measure(self.store)
-        self.metrics.observe_records(self.store)
+        self.metrics.observe_records(self.store, clock)
+        self.metrics.observe_disk(settings.data_dir, settings.min_free_bytes)
         self.progress = Progress()
         self.metrics.observe_rounds(self.progress.seconds, lambda: self.store.moves_now)
         self.models = Models(self.store, Retention(settings.keep_models, settings.keep_every))

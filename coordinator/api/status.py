@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import HTMLResponse, JSONResponse
-from prometheus_client import generate_latest
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from .. import dashboard
@@ -43,11 +43,16 @@ async def readyz(coordinator: TheCoordinator, identity: TheIdentity) -> dict[str
 
 
 @router.get("/metrics", dependencies=[ObserverOnly])
-def metrics(coordinator: TheCoordinator) -> Response:
+async def metrics(coordinator: TheCoordinator) -> Response:
     """Return the metrics as Prometheus text."""
-    return Response(
-        generate_latest(coordinator.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
-    )
+    try:
+        await coordinator.check_ready()
+        ready = True
+    except Exception as error:
+        log.error("not ready: %s", error)
+        ready = False
+    text = await run_in_threadpool(coordinator.metrics.text, coordinator.store, ready=ready)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/docs", include_in_schema=False)

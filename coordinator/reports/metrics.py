@@ -1,10 +1,12 @@
 """Prometheus metrics: counters of this process, and values from the records in a bounded number of queries.
 
-No label is per device. Counters restart with the process, as Prometheus expects.
+No label is per device. Counters restart with the process, as Prometheus expects. All series of a federation exist from
+its first scrape: an alert on the increase of a counter would miss the first events of a counter that begins with them.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,13 +21,14 @@ from prometheus_client import (
     Histogram,
     PlatformCollector,
     ProcessCollector,
+    generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy import func, literal_column, select
 from sqlalchemy.orm import Session
 
-from sparrow.protocol.messages import PrivacySpent
+from sparrow.protocol.messages import FederationStatus, PrivacySpent
 from sparrow.protocol.settings import FederationSettings
 
 from ..errors import Unavailable, Unreadable, read_stored
@@ -36,6 +39,21 @@ from ..storage.tables import Assignment, Device, Federation, Round
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ROUND_SECONDS = (0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 3 * 3600, 12 * 3600, 24 * 3600)
 STATUSES = ("active", "stopped", "revoked")
+REASONS = (
+    "BadContent",
+    "DifferentUpdate",
+    "DiskFull",
+    "LengthRequired",
+    "NotAllowed",
+    "NotFound",
+    "RoundClosed",
+    "TooLarge",
+    "Unavailable",
+    "WrongMediaType",
+    "WrongRange",
+)
+"""Errors that refuse an update; others, such as a bug's, get a series with the first one."""
+DIRECTIONS = ("up", "down")
 
 
 class Metrics:
@@ -78,6 +96,41 @@ class Metrics:
             "sparrow_blob_write_duration_seconds", "Durable writes of models and updates", buckets=SECONDS
         )
 
+        self.ready = Gauge(
+            "sparrow_ready",
+            "1 if rounds progress and records and disk can be used, as /readyz reports",
+            registry=self.registry,
+        )
+
+    def text(self, store: Store, *, ready: bool) -> bytes:
+        """Return all metrics in Prometheus' text format. store: its federations get their series."""
+        self.ready.set(float(ready))
+        try:
+            with store.reading() as db:
+                names = list(db.scalars(select(Federation.name)))
+        except Unavailable:
+            # ``ready`` and other metrics of the process show the cause.
+            names = []
+        for name in names:
+            for metric in (self.accepted, self.left_out, self.rounds):
+                metric.labels(name)
+            for direction in DIRECTIONS:
+                self.traffic.labels(name, direction)
+            for reason in REASONS:
+                self.refused.labels(name, reason)
+        return generate_latest(self.registry)
+
+    def observe_disk(self, folder: Path, reserve: int) -> None:
+        """Report the free space of the data folder's disk, and the space below which the process is not ready."""
+        free = Gauge("sparrow_disk_free_bytes", "Free space on the disk of the data folder", registry=self.registry)
+        free.set_function(lambda: float(shutil.disk_usage(folder).free))
+        kept = Gauge(
+            "sparrow_disk_reserve_bytes",
+            "Free space below which the coordinator is not ready (COORDINATOR_MIN_FREE_BYTES)",
+            registry=self.registry,
+        )
+        kept.set(reserve)
+
     def measure(self, store: Store) -> None:
         """Time this store's commits and blob writes from now on."""
         store.on_commit = self.commits.observe
@@ -99,9 +152,9 @@ class Metrics:
         )
         holder.set_function(lambda: float(moves()))
 
-    def observe_records(self, store: Store) -> None:
-        """Report the metrics that come from a store's records."""
-        self.registry.register(_Records(store))
+    def observe_records(self, store: Store, clock: Callable[[], float]) -> None:
+        """Report the metrics that come from a store's records. clock: the coordinator's."""
+        self.registry.register(_Records(store, clock))
 
 
 class _TimedBlobs:
@@ -128,10 +181,11 @@ class _TimedBlobs:
 
 
 class _Records(Collector):
-    """State of all federations, from three queries plus two per federation, independent of the number of rounds."""
+    """State of all federations, from four queries plus two per federation, independent of the number of rounds."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
+        self._clock = clock
 
     def describe(self) -> Iterable[Metric]:
         # Without this method, registering would read the records.
@@ -150,6 +204,12 @@ class _Records(Collector):
         devices = GaugeMetricFamily("sparrow_devices", "Devices by status", labels=["federation", "status"])
         waiting = GaugeMetricFamily("sparrow_open_assignments", "Open assignments", labels=["federation", "kind"])
         accuracy = GaugeMetricFamily("sparrow_accuracy_ratio", "Latest mean accuracy", labels=["federation", "model"])
+        still = GaugeMetricFamily(
+            "sparrow_federation_still_seconds",
+            "Time since a round of a running federation last opened or closed",
+            labels=label,
+        )
+        deadlines = GaugeMetricFamily("sparrow_federation_deadline_seconds", "Deadline of a round", labels=label)
         privacy = GaugeMetricFamily(
             "sparrow_privacy_epsilon",
             "Epsilon of the global models' differential privacy",
@@ -169,7 +229,10 @@ class _Records(Collector):
             )
             for federation_id, kind, count in opened:
                 waiting.add_metric([federations[federation_id].name, kind], count)
+            moved_at = _moved_at(db)
             for federation in federations.values():
+                if federation.status == FederationStatus.running.value and federation.id in moved_at:
+                    still.add_metric([federation.name], max(0.0, self._clock() - moved_at[federation.id]))
                 rounds.add_metric([federation.name], federation.round)
                 for status in STATUSES:
                     devices.add_metric([federation.name, status], counts.get((federation.id, status), 0))
@@ -178,12 +241,25 @@ class _Records(Collector):
                 except Unreadable:
                     # The list of federations logs it.
                     continue
+                deadlines.add_metric([federation.name], settings.deadline_seconds)
                 for model, value in _accuracies(db, federation, settings).items():
                     accuracy.add_metric([federation.name, model], value)
                 spent = _privacy(db, federation, settings)
                 if spent is not None:
                     privacy.add_metric([federation.name, f"{spent.delta:g}"], spent.epsilon)
-        return [rounds, devices, waiting, accuracy, privacy]
+        return [rounds, devices, waiting, accuracy, still, deadlines, privacy]
+
+
+def _moved_at(db: Session) -> dict[int, float]:
+    """Return the last time at which a round opened or closed, by federation of the running ones."""
+    last = func.max(func.coalesce(Round.closed_at, Round.opened_at))
+    newest = (
+        select(Round.federation_id, last)
+        .join(Federation, Federation.id == Round.federation_id)
+        .where(Federation.status == FederationStatus.running.value, Round.number >= Federation.round)
+        .group_by(Round.federation_id)
+    )
+    return {row[0]: row[1] for row in db.execute(newest)}
 
 
 def _privacy(db: Session, federation: Federation, settings: FederationSettings) -> PrivacySpent | None:

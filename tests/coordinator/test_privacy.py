@@ -7,6 +7,7 @@ import math
 import sqlite3
 import statistics
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -299,7 +300,7 @@ def test_a_round_costs_what_the_device_drawn_most_often_pays(coordinator, quiet)
         assert cost.epsilon == pytest.approx(epsilon(coordinator.info().settings, number))
         assert coordinator.info().privacy == cost
     metrics = Metrics()
-    metrics.observe_records(coordinator.store)
+    metrics.observe_records(coordinator.store, time.time)
     told = metrics.registry.get_sample_value("sparrow_privacy_epsilon", {"federation": "f", "delta": "1e-05"})
     assert told == pytest.approx(cost.epsilon)
     assert quiet == [MNIST.shared_values] * 2

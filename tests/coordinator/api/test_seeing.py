@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+import time
 from collections import namedtuple
 from contextlib import closing, contextmanager
 from urllib.parse import quote
@@ -188,8 +189,7 @@ def test_metrics_count_what_happens_by_route_reason_and_federation(open_app, tra
     default = ("federation", "default")
     assert values(found["sparrow_updates_accepted"])[(default,)] == 3
     refused = {sample.labels["reason"]: sample.value for sample in found["sparrow_updates_refused"].samples}
-    assert {reason: count for reason, count in refused.items() if count == 1} == refused
-    assert "WrongMediaType" in refused
+    assert {reason for reason, count in refused.items() if count} == {"BadContent", "WrongMediaType"}
     assert values(found["sparrow_transferred_bytes"])[(("direction", "up"), default)] > len(body)
     rounds = found["sparrow_round_duration_seconds"]
     assert [sample.value for sample in rounds.samples if sample.name.endswith("_count")] == [1]
@@ -267,7 +267,7 @@ def recorded(tmp_path, clock):
 
 def test_a_look_at_the_metrics_does_not_grow_with_the_rounds(recorded):
     metrics = Metrics()
-    metrics.observe_records(recorded)
+    metrics.observe_records(recorded, time.time)
     statements = []
     engine = recorded.engine
     event.listen(engine, "before_cursor_execute", lambda c, cursor, sql, values, *_: statements.append((sql, values)))
@@ -280,7 +280,7 @@ def test_a_look_at_the_metrics_does_not_grow_with_the_rounds(recorded):
     _, few = look()
     recorded.record(3, 120)
     found, many = look()
-    assert many == few <= 5
+    assert many == few <= 6
     assert [sample.value for sample in found["sparrow_accuracy_ratio"].samples] == [pytest.approx(0.12)]
     assert [sample.value for sample in found["sparrow_rounds_closed"].samples] == [120]
     with engine.connect() as connection:

@@ -301,6 +301,6 @@ def test_tokens_are_made_beside_a_running_coordinator_and_their_uses_counted(tmp
     assert (listed["uses"], listed["status"], listed["federation"]) == (2, "revoked", "f")
     assert coordinator.device("a").status == "revoked"
     metrics = Metrics()
-    metrics.observe_records(coordinator.store)
+    metrics.observe_records(coordinator.store, clock)
     assert b'sparrow_devices{federation="f",status="revoked"} 1.0' in generate_latest(metrics.registry)
     coordinator.close()
