@@ -21,6 +21,7 @@ from sparrow.protocol.events import Event, EventKind, Events
 from sparrow.protocol.manifest import GraphName, Values
 from sparrow.protocol.messages import (
     ChangeFederation,
+    Choices,
     CompareFederation,
     CreateFederation,
     DeviceReport,
@@ -40,6 +41,7 @@ from ..calls.bodies import LARGEST_REQUEST, ranged, read_body
 from ..calls.signals import LongPoll
 from ..errors import WrongMediaType, callers_data
 from ..fleet.checks import completed
+from ..fleet.choices import choices
 from ..reports.timeline import EventQuery
 from ..storage.events import MOST_EVENTS
 from ..web import links
@@ -91,6 +93,12 @@ async def create_federation(request: Request, coordinator: TheCoordinator) -> Fe
     with callers_data():
         wanted = CreateFederation.model_validate_json(body)
     return await coordinator.writers.run(coordinator.publisher.create, wanted)
+
+
+@settings_router.get("", dependencies=[AdminOnly])
+def get_choices() -> Choices:
+    """Return the built-in tasks and the installed methods."""
+    return choices()
 
 
 @settings_router.post("", dependencies=[AdminOnly])

@@ -49,7 +49,7 @@ def _least_for_sums(settings: FederationSettings) -> dict[str, int]:
         return {}
     least = {
         "min_devices": least_cell(settings.secure_colluders),
-        "cohort": smallest_cohort(settings.secure_colluders, settings.secure_dropouts) or 0,
+        "cohort": smallest_cohort(settings.secure_colluders, settings.secure_dropouts, settings.cohort) or 0,
     }
     given = settings.model_fields_set
     return {name: count for name, count in least.items() if name not in given and count > getattr(settings, name)}

@@ -360,8 +360,12 @@ def any_budget(settings: FederationSettings) -> float:
     return 0.0
 
 
+METHODS = "sparrow.coordinator_methods"
+"""The entry points of methods."""
+
+
 # Searching the installed packages takes milliseconds.
 @cache
 def load_method(name: str) -> CoordinatorMethod:
     """Return the server half registered as ``name``. Raises UnknownMethod, which lists the installed methods."""
-    return load_method_record("sparrow.coordinator_methods", name, CoordinatorMethod, UnknownMethod)
+    return load_method_record(METHODS, name, CoordinatorMethod, UnknownMethod)

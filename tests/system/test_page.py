@@ -419,7 +419,7 @@ def test_two_administrators_do_not_undo_each_other(coordinator, open_page):
 def test_devices_follow_and_what_is_the_same_is_not_read_out_again(coordinator, open_page):
     coordinator.create("lab", min_devices=5)
     page, expect = open_page(coordinator.url), playwright.expect
-    expect(page.locator("#count")).to_have_text("No device.")
+    expect(page.locator("#count")).to_have_text("No device yet.")
     page.evaluate(
         "window.read = []; for (const id of ['state', 'connection', 'count', 'error']) "
         "new MutationObserver(() => read.push(id)).observe(document.getElementById(id), {childList: true})"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 
@@ -19,6 +20,7 @@ from ..coordinator.fakes import LocalCoordinator
 from ..coordinator.grown import grow
 from . import browsers
 from .browsers import playwright
+from .conftest import wait_until
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
 
@@ -110,7 +112,14 @@ def test_who_waits_for_devices_is_told_how_they_join(coordinator, open_page, pic
     expect(page.locator("#health-lines")).to_contain_text("Begins when 2 more devices have joined")
     command = f"sparrow join --server {coordinator.url} --federation lab"
     expect(page.locator("#join-command")).to_have_text(command)
-    expect(page.locator("#charts-place")).to_be_hidden()
+    for figure in page.locator("#charts figure").all():
+        expect(figure).to_contain_text("Not measured yet")
+    expect(page.locator("#legend")).to_have_text("No device yet.")
+    expect(page.locator("#count")).to_have_text("No device yet.")
+    page.get_by_role("button", name="Copy the command to join").click()
+    expect(page.locator("#join-copied")).to_have_text("Copied.")
+    page.context.grant_permissions(["clipboard-read"])
+    assert page.evaluate("navigator.clipboard.readText()") == command
     look_at(page, pictures, "waiting")
 
 
@@ -233,22 +242,138 @@ def test_what_cannot_be_undone_is_not_under_the_enter_key(grown, open_page):
 
 
 def test_a_federation_is_made_on_the_page(coordinator, open_page, pictures):
+    coordinator.create("taken")
     page, expect = open_page(coordinator.url), playwright.expect
     page.get_by_role("button", name="New federation").click()
     dialog = page.get_by_role("dialog", name="New federation")
     expect(dialog.get_by_label("Name")).to_be_focused()
-    page.keyboard.type("lab")
-    dialog.get_by_label("Method").fill("fedspuu")
+    page.keyboard.type("taken")
     dialog.get_by_role("button", name="Create").click()
-    expect(dialog.get_by_role("alert")).to_contain_text("did you mean fedspu?")
+    expect(dialog.get_by_role("alert")).to_contain_text("taken")
     look_at(page, pictures, "create")
-    page.troubles.clear()  # Chromium notes a 422 as an error
-    dialog.get_by_label("Method").fill("fedavg")
+    page.troubles.clear()  # Chromium notes a 409 as an error
+    dialog.get_by_label("Name").fill("lab")
+    dialog.get_by_label("Method").select_option("fedavg")
     dialog.get_by_label("Rounds").fill("7")
     dialog.get_by_role("button", name="Create").click()
     expect(page.locator("#name")).to_have_text("lab")
     info = coordinator.info("lab")
     assert (info["method"], info["rounds"], info["settings"]["min_devices"]) == ("fedavg", 7, 2)
+    assert not info["settings"]["secure"]
+
+
+def test_a_secure_federation_is_made_on_the_page_and_says_what_it_hides(coordinator, open_page, pictures):
+    coordinator.create("other")
+    page, expect = open_page(coordinator.url), playwright.expect
+    page.get_by_role("button", name="New federation").click()
+    dialog = page.get_by_role("dialog", name="New federation")
+    dialog.get_by_label("Name").fill("sums")
+    dialog.get_by_label("Method").select_option("pfedgate")
+    dialog.get_by_label("Secure sums").check()
+    dialog.get_by_label("Colluding devices").fill("3")
+    dialog.get_by_label("Colluding devices").blur()
+    expect(dialog.get_by_label("Method")).to_have_value("fedspu")  # of pfedgate there are no secure sums
+    expect(dialog.get_by_label("Devices to begin with")).to_have_value("5")
+    expect(dialog.get_by_label("Devices a round")).to_have_value("11")
+    dialog.get_by_label("Method").select_option("fedavg")
+    dialog.get_by_role("button", name="Create").click()
+    expect(page.locator("#name")).to_have_text("sums")
+    settings = coordinator.info("sums")["settings"]
+    assert (settings["secure"], settings["secure_colluders"], settings["min_devices"]) == (True, 3, 5)
+    assert settings["cohort"] == 11  # ten cannot tolerate three of them to drop out
+    expect(page.locator("#state")).to_contain_text("only sums of at least 5 devices, even with the help of 3 devices")
+    expect(page.locator("#join-command")).to_have_text(re.compile(r"--federation sums --require-secure 3$"))
+    page.screenshot(path=pictures / "secure.png")
+
+
+def test_secure_rounds_wait_for_devices_and_missing_sums_are_shown(coordinator_and_devices, open_page, pictures):
+    coordinator, device = coordinator_and_devices
+    settings = {"method": "fedavg", "secure": True, "rounds": 30, "evaluation_interval": 0, "local_epochs": 1}
+    coordinator.create("f", **settings)
+    page, expect = open_page(coordinator.url), playwright.expect
+    data = ("--data", "index=0,of=4", "--engine", "onnx")
+    started = [device(coordinator.url, "f", f"d{number}", *data) for number in range(2)]
+    expect(page.locator("#fleet-value")).to_have_text("2 of 2 devices")
+    expect(page.locator("#health-lines")).to_contain_text("Begins when 1 more device has joined")
+    # This one takes part in no round with fewer than two other honest devices besides two colluders.
+    careful = device(coordinator.url, "f", "careful", *data, "--require-secure", "2")
+    expect(page.locator("#health-value")).to_have_text("Needs attention")
+    expect(page.locator("#health-lines")).to_contain_text("careful")
+    expect(page.locator("#state")).to_contain_text("waiting for the 3 devices of a secure sum")
+    page.locator("#all-notices-count").click()
+    expect(page.locator("#notices")).to_contain_text("no secure sum")
+    look_at(page, pictures, "no-sum")
+    assert coordinator.info("f")["round"] < 5
+    careful.signal(signal.SIGTERM)
+    started.append(device(coordinator.url, "f", "d2", *data))
+    wait_until(lambda: coordinator.info("f")["round"] >= 5, "rounds with a sum", timeout=60, interval=0.1)
+    expect(page.locator("#notices")).not_to_contain_text("no secure sum")
+
+
+def test_what_is_pressed_is_large_enough(grown, open_page):
+    """24 px each way, or so far from others (WCAG 2.5.8), also in dialogs."""
+    server = grown(devices_and_rounds(12, 5, 4))
+    page, expect = open_page(server.url), playwright.expect
+    expect(page.locator("#devices tbody tr")).to_have_count(12)
+    for width in (390, 1440):
+        page.set_viewport_size({"width": width, "height": 900})
+        for summary in page.locator("details:not([open]) > summary").all():
+            if summary.is_visible():
+                summary.click()
+        assert page.evaluate(SMALL_TARGETS) == []
+    for opener, dialog in (("New federation", "create"), ("Stop", "ask"), ("device-00003", "history")):
+        page.get_by_role("button", name=opener, exact=True).click()
+        expect(page.locator(f"#{dialog}")).to_be_visible()
+        assert page.evaluate(SMALL_TARGETS) == []
+        page.keyboard.press("Escape")
+
+
+SMALL_TARGETS = """() => [...document.querySelectorAll("a, button, input, select, textarea, summary")]
+  .filter((each) => each.checkVisibility({ visibilityProperty: true }) && !each.matches(".skip"))
+  .map((each) => [each, each.getBoundingClientRect()])
+  .filter(([, { width, height }]) => width < 24 || height < 24)
+  .map(([each, { width, height }]) => `${each.outerHTML.slice(0, 80)}: ${width} x ${height}`)"""
+
+
+def test_charts_have_equal_heights(grown, open_page):
+    server = grown(devices_and_rounds(12, 5, 4))
+    page, expect = open_page(server.url), playwright.expect
+    page.set_viewport_size({"width": 1440, "height": 900})
+    expect(page.get_by_role("figure", name="Loss").locator("canvas")).to_be_visible()
+    heights = page.evaluate("[...document.querySelectorAll('#charts figure')].map((each) => each.offsetHeight)")
+    assert len(heights) == 6
+    assert len(set(heights)) == 1
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_a_live_federation_moves_nothing_on_the_page(coordinator_and_devices, open_page, width):
+    """From a federation that waits, over its first rounds and evaluations, to its end. Chromium's own measure."""
+    coordinator, device = coordinator_and_devices
+    settings = {"cohort": 4, "min_devices": 4, "rounds": 4, "evaluation_interval": 2, "global_evaluation_interval": 2}
+    coordinator.create("lab", **settings, local_epochs=1)
+    page, expect = open_page("about:blank", viewport={"width": width, "height": 900}), playwright.expect
+    page.add_init_script(SHIFTS)
+    page.goto(coordinator.url)
+    expect(page.locator("#count")).to_have_text("No device yet.")
+    device.fleet(coordinator.url, "lab", "--devices", "8", "--boards", "pi4b", "--processes", "1")
+    expect(page.locator("#status")).to_have_text("finished", timeout=90_000)
+    expect(page.locator("#tiles")).to_contain_text("4 of 4")
+    shifts = page.evaluate("shifts")
+    assert sum(shift["value"] for shift in shifts) < 0.02, json.dumps(shifts, indent=1)
+
+
+SHIFTS = """
+  window.shifts = [];
+  const placeOf = ({ x, y, width, height }) => [x, y, width, height].map(Math.round).join();
+  const nameOf = (node) => (node?.closest ? node : node?.parentElement)?.closest("[id]")?.id ?? "gone";
+  new PerformanceObserver((list) => {
+    for (const { value, sources } of list.getEntries()) {
+      const of = sources.map(({ node, previousRect, currentRect }) =>
+        `${nameOf(node)}: ${placeOf(previousRect)} to ${placeOf(currentRect)}`);
+      shifts.push({ value, of });
+    }
+  }).observe({ type: "layout-shift", buffered: true });
+"""
 
 
 def test_an_administrator_goes_back_to_an_earlier_model(coordinator_and_devices, open_page):

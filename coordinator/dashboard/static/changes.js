@@ -9,6 +9,7 @@ const ACTIONS = {
   finished: ["reopen", "delete"], stopped: ["reopen", "delete"],
 };
 const LABELS = { pause: "Pause", resume: "Resume", stop: "Stop", reopen: "Reopen", delete: "Delete" };
+const DANGEROUS = ["stop", "delete"];
 const $ = (id) => document.getElementById(id);
 const form = $("settings");
 const PIN_SECONDS = 60; // half of the time that a pin lasts
@@ -33,7 +34,8 @@ export function show(now, may) {
     $("actions").dataset.of = actions.join();
     const focused = $("actions").contains(document.activeElement);
     $("actions").replaceChildren(...actions.map((action) => {
-      const button = element("button", { type: "button", textContent: LABELS[action] });
+      const className = DANGEROUS.includes(action) ? "danger" : "";
+      const button = element("button", { type: "button", className, textContent: LABELS[action] });
       button.addEventListener("click", () => act(action));
       return button;
     }));
@@ -131,35 +133,21 @@ async function goBack({ version, round }) {
   const pin = () => call("PUT", `${api}/models/${version}/pin`, { where: "models-problem" });
   if (!(await pin())) return;
   const pinning = setInterval(pin, PIN_SECONDS * 1000);
-  const agreed = await sure(`Go back to model ${version}, of round ${round ?? "?"}? What was learnt since is left out of the global model.`, "Go back");
+  const agreed = await sure(`Go back to model ${version}, of round ${round ?? "?"}? What was learnt since is left out of the global model.`, "Go back", false);
   clearInterval(pinning);
   if (!agreed) return;
   const body = { action: "rollback", model_version: version };
   if (await call("PATCH", api, { body, where: "models-problem" })) await showModels();
 }
 
-// --- a new federation -------------------------------------------------------------------------------------------------
+// --- asking -----------------------------------------------------------------------------------------------------------
 
-export function create() {
-  $("create-problem").hidden = true;
-  $("create").showModal();
-}
-
-$("create-no").addEventListener("click", () => $("create").close());
-$("create-form").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const { name, task, method, ...numbers } = Object.fromEntries(new FormData(event.currentTarget));
-  const settings = Object.fromEntries(Object.entries(numbers).map(([key, value]) => [key, Number(value)]));
-  const body = { name, task, settings: { method, ...settings } };
-  if (await call("POST", "v1/federations", { body, where: "create-problem" }))
-    location.search = new URLSearchParams({ federation: name });
-});
-
-/** Whether its user is sure. What is safe has the focus. */
-export function sure(question, yes) {
+/** Whether its user is sure. What is safe has the focus. danger: what is done cannot be undone. */
+export function sure(question, yes, danger = true) {
   const dialog = $("ask");
   $("question").textContent = question;
   $("yes").textContent = yes;
+  $("yes").classList.toggle("danger", danger);
   dialog.returnValue = "no";
   dialog.showModal();
   return new Promise((resolve) => dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true }));

@@ -1,9 +1,9 @@
-// One chart: a figure with a drawing (uPlot), a sentence that says the newest values, and the same numbers as a table.
-// Arrow keys move through the rounds while the drawing has the focus.
+// One chart: a figure with a legend, a drawing (uPlot), and the same numbers as a table. The legend shows the newest
+// values, or those under the pointer. Arrow keys move through the rounds while the drawing has the focus. A chart keeps
+// its height, so that nothing below it moves.
 
 const DASHES = [[], [8, 4], [2, 3], [10, 4, 2, 4], [1, 2], [14, 3]];
-const STYLES = ["solid", "dashed", "dotted", "double", "dotted", "dashed"]; // of the legend's marks
-const HEIGHT = 240;
+const HEIGHT = 220;
 const all = new Set();
 
 export class Chart {
@@ -13,8 +13,10 @@ export class Chart {
     Object.assign(this, { lines, format, least, most: most ?? Infinity, height, points: [] });
     this.plot = element("div", { className: "plot", tabIndex: 0 });
     this.plot.setAttribute("role", "img");
-    this.said = element("p");
-    this.at = element("p", { className: "at" });
+    this.shownRound = element("span");
+    this.legend = element("ul", { className: "lines" });
+    this.none = element("p", { className: "none", textContent: "Not measured yet." });
+    this.at = element("p", { className: "at unseen" });
     this.at.setAttribute("aria-live", "polite");
     this.rows = element("table");
     this.table = element("details", {}, [
@@ -22,9 +24,10 @@ export class Chart {
       element("div", { className: "wide", tabIndex: 0 }, [this.rows]),
     ]);
     this.figure = element("figure", { ariaLabel: title }, [
-      element("figcaption", {}, [element("h3", { textContent: title }), this.said]),
-      this.plot, this.at, this.table,
+      element("figcaption", {}, [element("h3", { textContent: title }), this.shownRound]),
+      this.legend, this.plot, this.none, this.at, this.table,
     ]);
+    this.plot.hidden = this.table.hidden = true;
     this.title = title;
     place.append(this.figure);
     this.table.addEventListener("toggle", () => this.fill());
@@ -33,19 +36,15 @@ export class Chart {
     all.add(this);
   }
 
-  /** Show these points, oldest first. A chart of which nothing is known is not shown. */
+  /** Show these points, oldest first. */
   draw(points) {
     this.points = points;
     const shown = this.lines.filter((line) => points.some((point) => line.value(point) != null));
-    this.figure.hidden = !shown.length;
-    if (!shown.length) return;
+    this.plot.hidden = this.table.hidden = !shown.length;
+    this.none.hidden = shown.length > 0;
     this.shown = shown;
-    const newest = shown.map((line) => {
-      const last = points.findLast((point) => line.value(point) != null);
-      return `${line.label} ${this.format(line.value(last))}`;
-    });
-    this.said.textContent = `Newest: ${newest.join(", ")}`;
-    this.plot.setAttribute("aria-label", `${this.title}. ${this.said.textContent}`);
+    this.name();
+    if (!shown.length) return;
     this.fill();
     if (!window.uPlot) return;
     const data = [points.map((point) => point.round), ...shown.map((line) => points.map((point) => line.value(point)))];
@@ -57,6 +56,29 @@ export class Chart {
       this.drawing?.destroy();
       this.drawing = new uPlot(this.options(), data, this.plot);
     }
+  }
+
+  /** Name the lines, with their newest values or those of a point. */
+  name(index) {
+    const at = this.points[index];
+    const labels = this.shown.map((line) => line.label).join();
+    if (this.legend.dataset.of !== labels) {
+      this.legend.dataset.of = labels;
+      this.legend.replaceChildren(...this.shown.map((line) => {
+        const mark = element("span", { className: `line line-${this.lines.indexOf(line) + 1}` });
+        mark.setAttribute("aria-hidden", "true");
+        return element("li", { title: line.label }, [mark, element("span", { textContent: line.label }), element("b")]);
+      }));
+    }
+    const texts = this.shown.map((line) => {
+      const value = line.value(at ?? this.points.findLast((each) => line.value(each) != null));
+      return value == null ? "–" : this.format(value);
+    });
+    for (const [place, value] of this.legend.querySelectorAll("b").entries()) value.textContent = texts[place];
+    this.shownRound.textContent = at ? `round ${at.round}` : "";
+    if (at) return;
+    const newest = this.shown.map((line, place) => `${line.label} ${texts[place]}`);
+    this.plot.setAttribute("aria-label", `${this.title}. Newest: ${newest.join(", ")}`);
   }
 
   /** The scale of values between two: some room around them, but none where no value can be. */
@@ -73,17 +95,18 @@ export class Chart {
     return {
       ...this.size(),
       scales: { x: { time: false }, y: { range: (_, low, high) => this.range(low, high) } },
-      legend: { markers: { dash: (_, index) => STYLES[this.lines.indexOf(this.shown[index - 1])] ?? "solid" } },
+      legend: { show: false },
+      hooks: { setCursor: [({ cursor }) => this.name(cursor.idx)] },
       axes: [
-        { ...axis, label: "round", labelSize: 18, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5] },
+        { ...axis, size: 30, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5] },
         { ...axis, size: 74, values: (_, ticks) => ticks.map(text) },
       ],
       series: [
-        { label: "round", value: (_, round) => (round == null ? "–" : String(round)) },
+        {},
         ...this.shown.map((line) => {
           const index = this.lines.indexOf(line);
           const stroke = colour(`--data-${index + 1}`);
-          return { label: line.label, stroke, width: 2, dash: DASHES[index], spanGaps: true, points: { size: 5 }, value: (_, value) => text(value) };
+          return { stroke, width: 2, dash: DASHES[index], spanGaps: true, points: { size: 5 } };
         }),
       ],
     };

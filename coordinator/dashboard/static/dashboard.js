@@ -12,7 +12,7 @@ const NOTHING_SECONDS = 3; // how often it is asked whether there is a federatio
 const $ = (id) => document.getElementById(id);
 const name = new URLSearchParams(location.search).get("federation") || document.documentElement.dataset.federation;
 const api = `v1/federations/${encodeURIComponent(name)}`;
-const REASONS = { all_stopped: "every device stopped", max_rounds: "all rounds done", operator: "stopped by an operator" };
+const REASONS = { all_stopped: "every device stopped", max_rounds: "all rounds done", too_few: "too few devices still train for a secure sum", operator: "stopped by an operator" };
 
 // --- charts ---------------------------------------------------------------------------------------------------------
 
@@ -49,8 +49,6 @@ const CHARTS = [
 function drawCharts(rounds) {
   const other = others.get($("compare").value);
   const found = other ? beside(rounds, other.points) : rounds;
-  $("charts-place").hidden = !found.length;
-  if (!found.length) return;
   for (const { own, chart } of CHARTS) {
     const theirs = own.slice(0, 2).map(({ label, value }) => ({ label: `${$("compare").value}: ${label}`, value: (p) => p.other && value(p.other) }));
     const mine = own.map(({ label, value }) => ({ label, value: (p) => (p.alone ? null : value(p)) }));
@@ -119,7 +117,9 @@ function show(news) {
   put("status", federation.status);
   $("status").className = `badge ${federation.status}`;
   put("state", stateOf(federation));
-  $("nothing").hidden = true;
+  $("nothing").hidden = $("loading").hidden = true;
+  if (overview.federation.status === "waiting" && $("joining").dataset.shown === undefined) $("joining").open = true;
+  $("joining").dataset.shown = "";
   for (const each of document.querySelectorAll(".of-one")) each.hidden = false;
   const pages = federation.device_kinds.includes("page");
   $("invite").hidden = !pages && !news.may_change;
@@ -153,9 +153,17 @@ function stateOf(federation) {
     federation.reason && `ended: ${REASONS[federation.reason] ?? federation.reason}`,
     federation.waiting_for && `waiting for ${federation.waiting_for}`,
     federation.rollback_version != null && `goes back to model ${federation.rollback_version} when this round has closed`,
+    federation.smallest_sum != null && secureOf(federation),
     federation.replacing && "takes a new version of its model when this round has closed",
     !federation.global_model_usable && "its global model cannot be used alone: devices export their own",
   ].filter(Boolean).join("; ");
+}
+
+/** The privacy of a secure federation in words. */
+function secureOf({ smallest_sum: least, settings }) {
+  const colluders = settings.secure_colluders;
+  const help = colluders ? `, even with the help of ${many(colluders, "device")}` : "";
+  return `secure: the coordinator sees only sums of at least ${least} devices${help} (c = ${colluders})`;
 }
 
 const sum = (of) => rounds.reduce((total, point) => total + of(point), 0);
@@ -164,7 +172,7 @@ const last = (of, from = rounds) => from.map(of).findLast((value) => value != nu
 /** Show an answer. value: in large letters; lines: texts or elements below. */
 function answer(id, value, lines) {
   put(`${id}-value`, value);
-  const made = lines.filter(Boolean).map((line) => element("li", {}, [line]));
+  const made = lines.filter(Boolean).map((line) => element("li", { title: line.textContent ?? line }, [line]));
   const text = made.map((line) => line.textContent).join("\n");
   if ($(`${id}-lines`).dataset.of === text) return; // or a button in it would lose the focus
   $(`${id}-lines`).dataset.of = text;
@@ -182,16 +190,18 @@ function showHealth() {
   const missing = federation.settings.min_devices - federation.devices;
   const well = { waiting: "Waiting", running: "Well", paused: "Paused", finished: "Finished", stopped: "Stopped" }[federation.status];
   $("health").classList.toggle("troubled", notices.length > 0);
-  const [worst, ...more] = notices;
-  answer("health", notices.length ? "Needs attention" : well, [
+  const [worst] = notices;
+  const waits = !notices.length && federation.waiting_for;
+  answer("health", notices.length ? "Needs attention" : waits ? "Waits" : well, [
     ...(worst ? told(worst) : []),
     !worst && federation.status === "waiting" && missing > 0 && `Begins when ${many(missing, "more device")} ${missing === 1 ? "has" : "have"} joined`,
     !worst && federation.status === "running" && (doing.training ?? 0) > 0 && `${many(doing.training, "device")} training`,
-    !worst && federation.status !== "waiting" && "No device failed, none is missing",
+    waits && `Waits for ${federation.waiting_for}`,
+    !worst && !waits && federation.status !== "waiting" && "No device failed, none is missing",
   ]);
-  $("more-notices").hidden = !more.length;
-  put("more-notices-count", many(more.length, "more notice"));
-  const texts = more.map((each) => told(each).join(" "));
+  $("all-notices").classList.toggle("unused", !notices.length);
+  put("all-notices-count", many(notices.length, "notice"));
+  const texts = notices.map((each) => told(each).join(" "));
   if ($("notices").dataset.of !== texts.join("\n")) {
     $("notices").dataset.of = texts.join("\n");
     $("notices").replaceChildren(...texts.map((textContent) => element("li", { textContent })));
@@ -258,7 +268,7 @@ function showCost() {
 const PHASES = ["keys", "shares", "train", "agree", "unmask"];
 
 function showTime() {
-  const { federation, open_round: running, began_at: began, ends_at: ends, evaluating } = overview;
+  const { federation, open_round: running, began_at: began, ends_at: ends } = overview;
   const taken = sum((p) => p.seconds);
   const each = rounds.length ? taken / rounds.reduce((total, point) => total + point.round - point.first + 1, 0) : null;
   const ended = ["finished", "stopped"].includes(federation.status);
@@ -270,44 +280,48 @@ function showTime() {
     ended && taken > 0 && `trained for ${seconds(taken)}`,
     each && `a round takes ${seconds(each)}`,
     running && federation.status === "paused" && "paused",
-    running && federation.status !== "paused" && roundOf(running),
-    running?.waiting_for.length > 0 && `waits for ${waitedFor(running)}`,
-    evaluating > 0 && `${many(evaluating, "device")} evaluating`,
+    ...(running && federation.status !== "paused" ? roundOf(running) : []),
+    running && (running.waiting_for.length ? `waits for ${waitedFor(running)}` : "waits for no device"),
   ]);
-  $("progress").hidden = !running && !federation.round;
+  $("progress").classList.toggle("unused", !running && !federation.round);
   $("progress").max = Math.max(1, federation.rounds);
   $("progress").value = federation.round + (running ? Math.min(1, running.done / Math.max(1, running.target)) : 0);
-  $("waiting").hidden = !running?.waiting_for.length;
-  if (!running) return;
+  if (!running?.waiting_for.length) return put("waiting-names", "No device.");
   const more = running.cohort - running.done - running.returned - running.expired - running.waiting_for.length;
   const names = running.waiting_for.map((one) =>
     `${one.device} (${one.kind} since ${seconds(Math.round(since(one.since)))}, heard ${seconds(Math.round(since(one.heard_at)))} ago)`);
   put("waiting-names", names.join(", ") + (more > 0 ? ` and ${more} more` : ""));
 }
 
-/** The open round in words. */
+/** The open round in words: its answers, and its deadline. */
 function roundOf(running) {
   const left = until(running.deadline_at);
-  return [
-    `${running.done} of ${many(running.cohort, "answer")}${running.target < running.cohort ? `, closes at ${running.target}` : ""}`,
-    running.phase && `phase ${PHASES.indexOf(running.phase) + 1} of ${PHASES.length} (${running.phase})`,
+  const phase = running.phase && `${running.phase} (phase ${PHASES.indexOf(running.phase) + 1} of ${PHASES.length}): `;
+  const answers = [
+    `${phase ?? ""}${running.done} of ${many(running.cohort, "answer")}`,
+    running.target < running.cohort && `closes at ${running.target}`,
     running.returned && `${running.returned} handed back`,
     running.expired && `${running.expired} too late`,
     running.extensions && `extended ${many(running.extensions, "time")}`,
-    left > 0 ? `${seconds(left)} to its deadline` : "its deadline has passed",
-  ].filter(Boolean).join("; ");
+  ];
+  const deadline = left > 0 ? `${seconds(left)} to its deadline` : "its deadline has passed";
+  return [answers.filter(Boolean).join(", "), deadline];
 }
 
 function waitedFor({ waiting_for: [first, ...more] }) {
   return `${first.device}, ${seconds(Math.round(since(first.since)))}${more.length ? ` and ${more.length} more` : ""}`;
 }
 
-/** How a device joins, while the federation waits for some. */
+/** Show the command with which a device joins. */
 function showJoining() {
   const { federation, enrolment_guarded: guarded } = overview;
-  $("joining").hidden = federation.status !== "waiting";
   const server = new URL(".", location.href).href.replace(/\/$/, "");
-  put("join-command", `sparrow join --server ${server} --federation ${federation.name}`);
+  const colluders = federation.smallest_sum != null && federation.settings.secure_colluders;
+  put("join-command", [
+    guarded && "SPARROW_ENROLMENT_TOKEN=TOKEN",
+    `sparrow join --server ${server} --federation ${federation.name}`,
+    colluders !== false && `--require-secure ${colluders}`,
+  ].filter(Boolean).join(" "));
   $("join-token").hidden = !guarded;
 }
 
@@ -358,6 +372,7 @@ async function showNothing() {
   if (!name && federations.length) return location.reload();
   for (const each of document.querySelectorAll(".of-one")) each.hidden = true;
   $("nothing").hidden = false;
+  $("loading").hidden = true;
   put("nothing-title", name ? `There is no federation ${name}` : "No federation yet");
   put("nothing-text", federations.length ? "These exist:" : "Make one, and this page shows it: a built-in task, or a model of your own.");
   $("nothing-commands").hidden = federations.length > 0;
@@ -427,12 +442,20 @@ function listen() {
 }
 
 $("federation").addEventListener("change", (event) => { location.search = new URLSearchParams({ federation: event.target.value }); });
-for (const id of ["new", "nothing-new"]) $(id).addEventListener("click", changes.create);
+for (const id of ["new", "nothing-new"]) $(id).addEventListener("click", async () => {
+  const { create } = await import("./create.js").catch(() => ({}));
+  if (create) create();
+  else fail("The coordinator did not answer: try again.");
+});
 $("compare").addEventListener("change", lookAtOthers);
 $("sign-in").search = location.search || (name ? `?${new URLSearchParams({ federation: name })}` : "");
 $("sign-out").addEventListener("click", async () => {
   disconnect();
   if (await call("POST", "sign-out")) location.assign("sign-in?note=out");
+});
+$("join-copy").addEventListener("click", async () => {
+  const { copy } = await import("./copy.js").catch(() => ({}));
+  put("join-copied", (await copy?.($("join-command"))) ? "Copied." : "The browser did not allow it: select the command and copy it.");
 });
 // Most who look at a page invite nobody: what that takes is loaded when it is asked for.
 $("invite").addEventListener("click", async () => {

@@ -78,8 +78,7 @@ async function show() {
   body.replaceChildren(...devices.map(rowOf));
   if (focused) body.querySelector(`[data-focus="${CSS.escape(focused)}"]`)?.focus();
   $("devices").querySelector("th.actions").hidden = !overview()?.may_change;
-  $("strip-place").hidden = $("devices-place").hidden = !total && !overview()?.federation.devices;
-  put("count", total ? `${offset + 1} to ${offset + devices.length} of ${many(total, "device")}` : "No device.");
+  put("count", total ? `${offset + 1} to ${offset + devices.length} of ${many(total, "device")}` : overview()?.federation.devices ? "No such device." : "No device yet.");
   $("previous").disabled = !offset;
   $("next").disabled = offset + devices.length >= total;
 }
@@ -128,7 +127,7 @@ function rowOf(device) {
 }
 
 function revoking({ device_id: id, name }) {
-  const button = element("button", { type: "button", textContent: "Revoke", ariaLabel: `Revoke ${name}` });
+  const button = element("button", { type: "button", className: "danger", textContent: "Revoke", ariaLabel: `Revoke ${name}` });
   button.dataset.focus = `revoke ${id}`;
   button.addEventListener("click", async () => {
     if (!(await sure(`Take ${name}'s token away for good? It can then do nothing here any more.`, "Revoke"))) return;
@@ -138,7 +137,7 @@ function revoking({ device_id: id, name }) {
 }
 
 function removing({ device_id: id, name }) {
-  const button = element("button", { type: "button", textContent: "Remove", ariaLabel: `Remove ${name}` });
+  const button = element("button", { type: "button", className: "danger", textContent: "Remove", ariaLabel: `Remove ${name}` });
   button.dataset.focus = `revoke ${id}`;
   button.addEventListener("click", async () => {
     if (!(await sure(`Remove ${name} from lists and counts? Records of rounds keep it.`, "Remove"))) return;

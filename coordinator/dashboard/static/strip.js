@@ -16,7 +16,7 @@ export class Strip {
   /** canvas: where it is drawn; legend: where its colours are named; chosen: told the name of a device that was clicked;
       asked: told a state whose devices are to be listed. */
   constructor(canvas, legend, chosen, asked) {
-    Object.assign(this, { canvas, legend, asked, names: [], doing: [] });
+    Object.assign(this, { canvas, legend, asked, names: [], doing: [], seen: new Set() });
     canvas.addEventListener("click", (event) => {
       const index = this.at(event);
       if (this.names[index] !== undefined) chosen(this.names[index]);
@@ -64,10 +64,12 @@ export class Strip {
   name() {
     const counts = new Map();
     for (const what of this.doing) counts.set(what, (counts.get(what) ?? 0) + 1);
-    const known = FIRST.filter((what) => counts.has(what));
-    const words = known.map((what) => `${counts.get(what).toLocaleString("en")} ${what.replace("_", " ")}`);
+    for (const what of counts.keys()) this.seen.add(what);
+    // A state keeps its place when no device is in it any more.
+    const known = FIRST.filter((what) => this.seen.has(what));
+    const words = known.map((what) => `${(counts.get(what) ?? 0).toLocaleString("en")} ${what.replace("_", " ")}`);
     this.canvas.setAttribute("aria-label", `A cell for each device: ${words.join(", ")}. The list of devices says the same.`);
-    if (this.legend.dataset.of === words.join()) return; // or a button would lose the focus
+    if (this.legend.dataset.of === words.join() && known.length) return; // or a button would lose the focus
     this.legend.dataset.of = words.join();
     const focused = document.activeElement?.dataset?.doing;
     const buttons = known.map((what, index) => {
@@ -80,7 +82,7 @@ export class Strip {
       return button;
     });
     const left = this.total - this.names.length;
-    this.legend.replaceChildren(...buttons, ...(left > 0 ? [element("span", { textContent: `and ${left.toLocaleString("en")} more` })] : []));
+    this.legend.replaceChildren(...(known.length ? buttons : ["No device yet."]), ...(left > 0 ? [element("span", { textContent: `and ${left.toLocaleString("en")} more` })] : []));
     if (focused) this.legend.querySelector(`[data-doing="${focused}"]`)?.focus();
   }
 

@@ -62,7 +62,7 @@ function table(ariaLabel, tokens, all) {
 function revoking(token, all) {
   const made = madeWith(token.id, all);
   const button = (textContent, question, path) => {
-    const found = element("button", { type: "button", textContent, ariaLabel: `${textContent} ${token.id}` });
+    const found = element("button", { type: "button", className: "danger", textContent, ariaLabel: `${textContent} ${token.id}` });
     found.addEventListener("click", async () => {
       if ((await sure(question, "Revoke")) && (await call("DELETE", path, { where: WHERE }))) await list();
     });

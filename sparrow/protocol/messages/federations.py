@@ -33,6 +33,20 @@ class CreateFederation(Request):
         return self.model_dump_json(exclude_unset=True)
 
 
+class OfferedMethod(Answer):
+    """A method that this coordinator has."""
+
+    name: str
+    secure: bool = Field(description="Whether a federation of this method can be secure")
+
+
+class Choices(Answer):
+    """The choices for a new federation of a built-in task."""
+
+    tasks: tuple[str, ...]
+    methods: tuple[OfferedMethod, ...]
+
+
 class CompareFederation(Request):
     """``POST /v1/federations/{name}/comparison``: the settings that its publisher would ask for. model_digest: of the
     manifest, unset for a built-in task."""
