@@ -68,7 +68,7 @@ class Ina(PowerSource):
     advice: ClassVar[Mapping[Reason, str]] = {
         Reason.PERMISSION: f"this board's power sensor is readable by root only; {HOW_TO_GRANT}",
         Reason.ABSENT: "no known total for this board's rails; please report their names",
-        Reason.STALE: "its rails read zero, or samples came too rarely",
+        Reason.STALE: "its rails read zero, or samples were too rare",
     }
 
     def __init__(self, files: Files, rails: list[Rail], unnamed: Reason | None) -> None:

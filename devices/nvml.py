@@ -27,7 +27,7 @@ class Nvml(PowerSource):
     shortest_period_seconds = 1.0
     advice: ClassVar[Mapping[Reason, str]] = {
         Reason.ABSENT: f"the library nvidia-ml-py is missing; {HOW_TO_GET}",
-        Reason.STALE: "the card's counter stands still, or was read too rarely",
+        Reason.STALE: "the card's counter did not change, or was read too rarely",
         Reason.POWERED_DOWN: "NVIDIA's driver does not respond; run nvidia-smi",
     }
 

@@ -139,7 +139,7 @@ def _jetson_stats(system: System, ina: Source | None) -> JetsonStats | None:
 _COMMON_ADVICE: Mapping[Reason, str] = {
     Reason.PERMISSION: "this user may not read it",
     Reason.CHARGING: "it is on external power",
-    Reason.STALE: "samples came too rarely; choose a shorter period and let the sampler thread run",
+    Reason.STALE: "samples were too rare; choose a shorter period and let the sampler thread run",
     Reason.IMPLAUSIBLE: "two readings contradicted each other; measure again",
     Reason.PARSE: "its value is not a number",
     Reason.POWERED_DOWN: "it does not respond at the moment",

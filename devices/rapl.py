@@ -65,7 +65,7 @@ class Rapl:
     shortest_period_seconds = 0.0
     advice: ClassVar[Mapping[Reason, str]] = {
         Reason.PERMISSION: f"energy counters are readable by root only; {HOW_TO_GRANT}",
-        Reason.STALE: "the counter stands still, as in some virtual machines, or was read too rarely",
+        Reason.STALE: "the counter did not change, as in some virtual machines, or was read too rarely",
         Reason.IMPLAUSIBLE: "the counter moved by more than this hardware can draw (was it reset?); measure again",
     }
 

@@ -145,7 +145,7 @@ class JoinOptions:
             )
         if self.publisher is not None and not (isinstance(self.publisher, str) and is_fingerprint(self.publisher)):
             raise BadArgument(
-                f"publisher={self.publisher!r} is no fingerprint; give the eight groups of four hexadecimal digits "
+                f"publisher={self.publisher!r} is not a fingerprint; give the eight groups of four hexadecimal digits "
                 f"that sparrow publish printed"
             )
 

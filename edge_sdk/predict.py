@@ -429,7 +429,7 @@ def _show(found: _Predicted, top: int) -> str:
             named = ", ".join(f"{predictor.named(index)} (score {outputs[number, index]:.3f})" for index in classes)
             lines.append(f"{_called(found, number)}: {named}")
     else:
-        lines.append(f"outputs of shape {outputs.shape} are no class scores; save them with --output")
+        lines.append(f"outputs of shape {outputs.shape} are not class scores; save them with --output")
     lines.append(f"{count} samples in {found.seconds * 1e3:.2f} ms, {found.seconds * 1e3 / count:.3f} ms each")
     if (alone := found.alone) is not None:
         joules = "unknown" if alone.joules is None else f"{alone.joules * 1e3:.3g} mJ"

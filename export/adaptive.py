@@ -136,7 +136,7 @@ def _store(
         elif other is not None and other.tobytes() != values.tobytes():
             if other.shape != spec.shape or other.dtype != values.dtype:
                 raise ExportError(
-                    f"{name}: the state's global tensor has shape {other.shape} of {other.dtype}, the manifest says "
+                    f"{name}: the state's global tensor has shape {other.shape} of {other.dtype}, but the manifest has "
                     f"{spec.shape} of {spec.dtype}; use the manifest it was trained with"
                 )
             renamed[name] = to.constant(other)

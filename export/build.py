@@ -130,6 +130,6 @@ def _finished(model: ModelProto, source: Source, mode: str, precision: str) -> M
     del model.metadata_props[:]
     onnx.helper.set_model_props(model, dict(sorted(metadata.items())))
     if model.ByteSize() > MAX_MODEL:
-        raise ExportError(f"the model takes {model.ByteSize()} bytes, an ONNX file holds at most {MAX_MODEL}")
+        raise ExportError(f"the model has {model.ByteSize()} bytes, but an ONNX file has at most {MAX_MODEL}")
     onnx.checker.check_model(model)
     return model

@@ -158,7 +158,7 @@ def _loaded(skeleton: bytes, manifest: Manifest, tensors: Tensors) -> ModelProto
 
 def _finished(model: ModelProto, selection: str) -> ModelProto:
     onnx.helper.set_model_props(model, {"selection": selection})
-    check_valid(model, "the gated model is no valid ONNX model", "export the static model instead", full=True)
+    check_valid(model, "the gated model is not a valid ONNX model", "export the static model instead", full=True)
     return model
 
 

@@ -55,7 +55,7 @@ class Gate:
             fitting = [each for each in pools if _width(shape, each) == map_.shape[1]]
             if not fitting:
                 raise ExportError(
-                    f"the state's gate takes {map_.shape[1]} values, no pooling makes as many of inputs of {shape}; "
+                    f"the state's gate takes {map_.shape[1]} values, but no pooling of inputs of {shape} has as many; "
                     f"give the federation's settings"
                 )
             # as the gate does if the settings leave the pool open

@@ -219,7 +219,7 @@ def _reason(trial: Trial, plain: Trial, output: Array, max_fall: float) -> str:
         loss = f"accuracy falls from {plain.accuracy:.2%} to {trial.accuracy:.2%}"
     elif trial.agreement is not None:
         lost = 1 - trial.agreement
-        loss = f"{lost:.2%} of the samples get another class"
+        loss = f"{lost:.2%} of the samples change class"
     else:
         lost = trial.difference / max(float(np.abs(output).max()), 1e-30)
         loss = f"outputs differ by {lost:.2%} of the largest"

@@ -74,7 +74,8 @@ def check_preparation(graph: bytes, manifest: Manifest) -> ModelProto:
         wanted = [samples, *manifest.input_shape]
         if walk.values.shape(OUTPUT) != wanted:
             raise SkeletonError(
-                f"the preparation makes {walk.values.shape(OUTPUT)} of {samples} samples, the model takes {wanted}; "
+                f"the preparation returns {walk.values.shape(OUTPUT)} for {samples} samples, but the model "
+                f"takes {wanted}; "
                 "keep the batch axis first and free"
             )
     check_valid(model, "the preparation is not a valid ONNX graph", error=SkeletonError, full=True)
@@ -157,7 +158,9 @@ def _check_constants(model: ModelProto, preparation: Preparation) -> None:
             raise SkeletonError(f"the preparation has no values for {tensor.name[:80]!r}; publish it with its data")
     missing = sorted(open_names - seen)
     if missing:
-        raise SkeletonError(f"the preparation has no {missing[0]}, but the manifest says that it uses own statistics")
+        raise SkeletonError(
+            f"the preparation has no {missing[0]}, but by the manifest it uses the device's own statistics"
+        )
 
 
 def _check_interface(model: ModelProto, preparation: Preparation, manifest: Manifest) -> None:
@@ -174,7 +177,7 @@ def _check_interface(model: ModelProto, preparation: Preparation, manifest: Mani
         said = [None, *(None if axis in free else length for axis, length in enumerate(shape))]
         if tensor.elem_type not in kinds or dims != said:
             raise SkeletonError(
-                f"the preparation's {name} is of ONNX type {tensor.elem_type} and shape {dims}; the manifest says "
+                f"the preparation's {name} is of ONNX type {tensor.elem_type} and shape {dims}, but the manifest has "
                 f"{tuple(said)}{f' of {preparation.dtype}' if name == INPUT else ''}"
             )
 

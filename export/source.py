@@ -79,7 +79,7 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
     if path.is_dir():
         model = path / personal.BEST if (path / personal.BEST).exists() else path / personal.MODEL
     if path.is_dir() and not model.exists():
-        raise NotThere(f"{path} holds no {personal.MODEL}; give the state folder of a device that has trained")
+        raise NotThere(f"{path} has no {personal.MODEL}; give the state folder of a device that has trained")
     body = _bytes(model)
     try:
         note = checkpoint.read_note(body)
@@ -90,7 +90,7 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
     found = _manifest(manifest or model.with_name(personal.MANIFEST))
     if saved is not None:
         if not saved.model:
-            raise ExportError(f"{model} holds no personal model yet; export it after the device's first round")
+            raise ExportError(f"{model} has no personal model yet; export it after the device's first round")
         if saved.reference is not None:
             raise ExportError(
                 f"{model} is a simulated device's difference from a shared model; export a device that joined with "

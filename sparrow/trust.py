@@ -33,7 +33,7 @@ def _options(parser: Parser) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     if not is_fingerprint(options.publisher):
-        raise BadArgument(f"{options.publisher!r} is no fingerprint; give eight groups of four hexadecimal digits")
+        raise BadArgument(f"{options.publisher!r} is not a fingerprint; give eight groups of four hexadecimal digits")
     name = options.device_name or default_name()
     path = options.state_dir or default_root(options.server, options.federation) / name
     if not path.is_dir():

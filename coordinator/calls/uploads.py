@@ -186,7 +186,7 @@ class Uploads:
         def begin() -> tuple[_Part, int]:
             limit = self._acceptance.check_envelope(assignment_id, device_id, media_type)
             if total > limit:
-                raise TooLarge(f"the update has {total} bytes, nothing valid here is longer than {limit}")
+                raise TooLarge(f"the update has {total} bytes, but at most {limit} are accepted")
             if (declared or ("0" if first == total else "")) != str(last - first + 1):
                 raise LengthRequired("Content-Length must be the length of Content-Range; send both")
             if last != total - 1:

@@ -82,7 +82,7 @@ def check_secure(method: CoordinatorMethod, manifest: Manifest, settings: Federa
         raise BadContent("secure: install cryptography on the coordinator: pip install 'sparrow-fl[secure]'")
     reason = method.why_not_secure(settings)
     if reason is not None:
-        raise BadContent(f"secure: {settings.method} cannot do with it: {reason}; leave secure out")
+        raise BadContent(f"secure: {settings.method} does not support it: {reason}; leave secure out")
     single = {
         "robust": settings.robust,
         "update_norm_limit": settings.update_norm_limit,
@@ -91,11 +91,13 @@ def check_secure(method: CoordinatorMethod, manifest: Manifest, settings: Federa
     }
     asked = next((name for name, value in single.items() if value is not None), None)
     if asked is not None:
-        waits = "a secure round is of one cohort, whose devices wait for one another"
+        waits = "a secure round has one cohort, whose devices wait for one another"
         why = waits if asked == "buffer" else "it needs single updates, which secure aggregation hides"
         raise BadContent(f"{asked}: not in a secure federation: {why}; leave {asked} or secure out")
     if settings.over_selection or settings.extensions:
-        raise BadContent("secure: over_selection and extensions would bring devices in after the keys; leave them out")
+        raise BadContent(
+            "secure: over_selection and extensions would add devices after the keys were exchanged; leave them out"
+        )
     colluders = settings.secure_colluders
     dropouts = settings.secure_dropouts
     if choose_sharing(settings.cohort, colluders, dropouts) is None:
@@ -123,10 +125,10 @@ def check_robust(method: CoordinatorMethod, settings: FederationSettings) -> Non
     reason = why_mean_only(method, settings)
     parts = (method.active or method.masks is not AS_ASSIGNED) and not method.only_means(settings)
     if reason is None and rule == "krum" and parts:
-        reason = "its devices train different parts of the model, and krum compares updates of the same"
-        raise BadContent(f"robust: {settings.method} cannot do with krum: {reason}; take trimmed_mean or median")
+        reason = "its devices train different parts of the model, but krum compares whole updates"
+        raise BadContent(f"robust: {settings.method} does not support krum: {reason}; choose trimmed_mean or median")
     if reason:
-        raise BadContent(f"robust: {settings.method} cannot do with {rule}: {reason}; leave robust out")
+        raise BadContent(f"robust: {settings.method} does not support {rule}: {reason}; leave robust out")
     if settings.buffer is not None:
         raise BadContent(
             "buffer: a round takes the first updates, and malicious devices can be the fastest, so that they exceed "
@@ -155,7 +157,7 @@ _AGAINST_PRIVACY = {
     "over_selection": "the speed of others, which depends on their data, cuts off late devices; leave it out",
     "min_updates": "a skipped round would reveal how many devices answered; leave it out",
     "buffer": "a device's data affects when it finishes, and so in which round it counts; leave it out",
-    "privacy_delta": "a delta of one over the number of devices permits revealing one device; give far less",
+    "privacy_delta": "a delta of one over the number of devices permits revealing one device; set a much smaller one",
     "robust": "these rules select by single updates, which noise on a sum does not hide; leave it out",
     "outlier_mads": "one device's update affects which others are left out; leave it out; update_clip limits every "
     "device",
@@ -222,7 +224,7 @@ def check_adjustment(method: CoordinatorMethod, manifest: Manifest, settings: Fe
 def why_no_pages(settings: FederationSettings, method: CoordinatorMethod, manifest: Manifest) -> str | None:
     """Return the reason why pages cannot take part in a federation, or None."""
     if settings.secure:
-        return "it has secure aggregation, for which a device needs the SDK"
+        return "it uses secure aggregation, which needs devices with the SDK"
     if not method.pages:
         can = "pages take part in fedavg, fedper, fedprox, fedspu and local"
         return f"{settings.method} needs devices with the SDK; {can}"

@@ -95,7 +95,7 @@ class Publisher:
         with callers_data():
             note = checkpoint.read_note(body)
             if len(note) > LARGEST_NOTE:
-                raise TooLarge(f"the note has {len(note)} characters, nothing valid is longer than {LARGEST_NOTE}")
+                raise TooLarge(f"the note has {len(note)} characters, but at most {LARGEST_NOTE} are accepted")
             request = CreateFederation.model_validate_json(note)
             tensors, _ = checkpoint.load(body)
             request = request.model_copy(update={"publication": _take_publication(tensors) or request.publication})

@@ -240,7 +240,7 @@ class Acceptance:
         longest, mask = self._envelope(assignment, device, federation, sent.media_type)
         if len(body) > longest:
             raise TooLarge(
-                f"the body has {len(body)} bytes, nothing valid here is longer than {longest}; send only masked values"
+                f"the body has {len(body)} bytes, but at most {longest} are accepted; send only masked values"
             )
         if self._settled(assignment, digest):
             return None

@@ -31,7 +31,7 @@ BUNDLE_KINDS = (Kind.train.value, Kind.prepare.value)
 JUDGING_KINDS = tuple(kind.value for kind in JUDGING)
 """Kinds of work that evaluate models."""
 
-DAMAGED = "its stored update was damaged, and no other came in time"
+DAMAGED = "its stored update was damaged, and it sent no other in time"
 """Return reason of an assignment whose acknowledged update was damaged and did not arrive again."""
 
 UNCOUNTED = and_(Assignment.arrival.is_not(None), Assignment.counted_round.is_(None))

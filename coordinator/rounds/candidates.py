@@ -260,7 +260,7 @@ def what_is_missing(db: Session, federation: Federation, now: float) -> str | No
     if not settings.secure and able(db, federation, now):
         return (
             f"a device with a budget of at least {smallest_budget(federation):g}, which {federation.method} needs; "
-            f"those that are there have less"
+            f"the present devices have less"
         )
     paused = Counter(device.paused for device in devices_of(db, federation, ("active",)) if device.paused)
     words = ", ".join(f"{count} {word}" for word, count in sorted(paused.items()))
@@ -269,4 +269,4 @@ def what_is_missing(db: Session, federation: Federation, now: float) -> str | No
         return f"the {least} devices of a secure sum ({ready})"
     if paused:
         return f"a device whose policy lets it work (paused: {words})"
-    return "a device that still trains and is there; the others may wait or leave"
+    return "an available device that still trains; the other devices are done"

@@ -36,7 +36,7 @@ def check_form(decoded: Bundle, kind: Kind, situation: Situation) -> None:
         raise BadContent("values: send masked values only to secure federations")
     precision = settings.precision_of("up", kind)
     if decoded.precision != precision:
-        raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
+        raise BadContent(f"values: sent as {decoded.precision}, but the federation's precision is {precision}")
     if kind is Kind.prepare and decoded.mask is None:
         raise BadContent("mask: send an update that prepares the model with its mask")
 
@@ -69,7 +69,7 @@ def check_mask(
     elif not _fits_assignment(method, decoded.mask, mask):
         if not isinstance(decoded.mask, method.masks.type):
             raise BadContent(
-                f"mask: it is not the one of round {assignment.round} for {device}; fetch the assignment again"
+                f"mask: it differs from the mask of {device} in round {assignment.round}; fetch the assignment again"
             )
         method.masks.check(model, decoded.mask, situation)
     return decoded.mask if choice is not None and isinstance(decoded.mask, NeuronMask) else None
@@ -88,7 +88,7 @@ def check_parts(decoded: Bundle, parts: Mapping[str, Expected]) -> None:
     wanted = {name: part.most for name, part in parts.items()}
     if {name: len(numbers) for name, numbers in decoded.parts.items()} != wanted:
         brings = " and ".join(f"{count} {name}" for name, count in wanted.items())
-        raise BadContent(f"an update of this round brings {brings} beside its values; update this SDK")
+        raise BadContent(f"an update of this round must have {brings} besides its values; update this SDK")
 
 
 def check_values(decoded: Bundle, model: GlobalModel, situation: Situation) -> None:
@@ -97,7 +97,7 @@ def check_values(decoded: Bundle, model: GlobalModel, situation: Situation) -> N
     limit = situation.settings.update_norm_limit
     fault = fault_of_update(manifest, decoded, model.tensors)
     if fault is not None:
-        raise BadContent(f"{fault}; hand the assignment back, or train with a lower learning rate or a clip")
+        raise BadContent(f"{fault}; return the assignment, or train with a lower learning rate or a clip")
     if limit is None:
         return
     if decoded.precision == "int8":
@@ -108,6 +108,6 @@ def check_values(decoded: Bundle, model: GlobalModel, situation: Situation) -> N
     norm = float(np.linalg.norm(change))
     if norm > limit:
         raise BadContent(
-            f"values: they moved by {norm:.3g} from what was sent (2-norm), the federation allows {limit:g}; "
-            f"hand the assignment back, or train with a lower learning rate or a clip"
+            f"values: they moved by {norm:.3g} from the payload (2-norm), but the federation allows {limit:g}; "
+            f"return the assignment, or train with a lower learning rate or a clip"
         )

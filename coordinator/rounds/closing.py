@@ -119,7 +119,7 @@ class Closing:
                 newest = newest_version(db, federation)
             made = next_model(method, self._models.model(federation, version), sums, situation)
             if isinstance(made, str):
-                warning = f"round {number} made no model, the one before stays: {made}"
+                warning = f"round {number} made no new model, the old one stays: {made}"
                 notes["left_out"] = {**dict.fromkeys(folding.taken, warning), **notes.get("left_out", {})}
             else:
                 model = made
@@ -188,8 +188,9 @@ class Closing:
             if method.prepares and version == 0:
                 self._opening.withdraw(db, current)
                 federation.warning = (
-                    "the model has not been prepared yet: the device that was asked did not answer in time, or handed "
-                    "back; another one, or the same, is asked again. Where preparing takes long, raise deadline_seconds"
+                    "the model is not prepared yet: the device did not answer in time or returned the work, and "
+                    "another "
+                    "device is asked. If preparing takes long, raise deadline_seconds"
                 )
             carry_out(db, federation, now)
             if carry_out_replacement(federation):
@@ -202,7 +203,7 @@ class Closing:
             self._models.remember(federation.id, files)
         self.forget(federation.id)
         log.info(
-            "%s: round %s closes, %s updates in its model",
+            "%s: round %s closed with %s updates",
             federation.name,
             number,
             closing.updates,

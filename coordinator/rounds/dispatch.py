@@ -123,8 +123,8 @@ class Dispatch:
         if assignment is None and federation.status in ("finished", "stopped"):
             if device.holds_model:
                 raise Finished(
-                    f"{federation.name} is {federation.status} after {federation.round} rounds; nothing is left to do, "
-                    f"your personal model stays with you"
+                    f"{federation.name} is {federation.status} after {federation.round} rounds; no work is left; "
+                    f"this device keeps its personal model"
                 )
             assignment = self._adapt(device_id)
         if assignment is None:
@@ -156,7 +156,7 @@ class Dispatch:
         with self._store.reading() as db:
             assignment, _, _ = owned(db, assignment_id, device_id)
         if assignment.status != "open":
-            raise RoundClosed(f"the assignment is {assignment.status}: no round waits for it any longer")
+            raise RoundClosed(f"the assignment is {assignment.status}: its round no longer waits for it")
 
     def hand_back(self, assignment_id: str, device_id: str, reason: wire.PauseReason | str) -> None:
         """Take an assignment back from a device that cannot do it; idempotent.
@@ -169,7 +169,7 @@ class Dispatch:
             if assignment.status == "returned":
                 return
             if assignment.status != "open":
-                raise RoundClosed(f"the assignment is {assignment.status} already; nothing to hand back")
+                raise RoundClosed(f"the assignment is already {assignment.status}; ask for the next one")
             assignment.status = "returned"
             assignment.return_reason = text
             if isinstance(reason, wire.PauseReason):
@@ -181,7 +181,7 @@ class Dispatch:
                 device.rest_until = self._clock() + REST_SECONDS
             touch(db, federation.id, assignment.round)
             log.info(
-                "round %s: %s hands back %s: %s",
+                "round %s: %s returned %s: %s",
                 assignment.round,
                 device.name,
                 assignment.kind,
@@ -241,7 +241,7 @@ class Dispatch:
             if assignment.status == "returned":
                 raise Finished(
                     f"{federation.name} is {federation.status}, and this device could not adapt its model "
-                    f"({in_words(assignment.return_reason or '')}); start the device again to try once more"
+                    f"({in_words(assignment.return_reason or '')}); restart the device to retry"
                 )
             assignment.status = "open"
             assignment.model_version = federation.model_version

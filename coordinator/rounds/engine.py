@@ -183,7 +183,7 @@ class Rounds:
         now = self._clock()
         if now - self._stuck.get(federation_id, -math.inf) >= 60:
             self._stuck[federation_id] = now
-            log.exception("federation %s cannot move on; the others do, and it is tried again", federation_id)
+            log.exception("federation %s is stuck; other federations continue; retrying", federation_id)
 
     def _step_whole(self, federation_id: int) -> Step:
         """Do one step; if a stored update is damaged, request it again.
@@ -260,7 +260,7 @@ class Rounds:
                 until = min(current.deadline_at, self._clock() + LOOK_SECONDS)
                 self._calm[federation.id] = (current.number, until)
             return self._expiry.expire_late(federation.id)
-        why = f"skipped: {len(done)} updates came, and min_updates is {lacking}"
+        why = f"skipped: {len(done)} updates arrived, but min_updates is {lacking}"
         return self._close(federation, current.number, folding, dict.fromkeys(done, why) if lacking else None)
 
     def _step_buffered(self, federation: Federation, current: Round) -> bool:
@@ -314,7 +314,7 @@ class Rounds:
             damaged.update_sha256 = damaged.update_bytes = damaged.report = damaged.arrival = None
             touch(db, federation_id, damaged.round)
             log.warning(
-                "the stored update of %s is damaged and left out; it is asked to train round %s again",
+                "the stored update of %s is damaged and left out; the device is asked to train round %s again",
                 device.name,
                 damaged.round,
                 extra={"round": damaged.round},

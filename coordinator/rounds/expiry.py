@@ -118,7 +118,7 @@ class Expiry:
         self.expire(list(silent), away=True)
         names = sorted(set(silent.values()))
         log.warning(
-            "%s: silent for more than %g s, so nobody waits for %s%s",
+            "%s: no longer waiting for devices silent for more than %g s: %s%s",
             federation.name,
             settings.silence_seconds,
             ", ".join(names[:MOST_SAID]),

@@ -131,9 +131,9 @@ def fault_of_update(manifest: Manifest, decoded: bundle.Bundle, sent: Tensors) -
         return None
     for spec, _, part in unpack(manifest, values, decoded.mask):
         if unfit and not _fits(part, "fp32"):
-            return f"{spec.name}: with this difference a value is not finite"
+            return f"{spec.name}: a value plus this difference is not finite"
         if _is_variance(spec) and part.size and part.min() < -ROUNDING * max(0.0, float(sent[spec.name].max())):
-            return f"{spec.name}: a running variance of {part.min():.3g} is below 0, which no model can hold"
+            return f"{spec.name}: a running variance of {part.min():.3g} is negative"
     return None
 
 
@@ -155,7 +155,7 @@ def next_model(method: CoordinatorMethod, model: GlobalModel, sums: Sums, situat
         with np.errstate(over="ignore", invalid="ignore"):
             made = method.aggregation.close(model, sums, situation)
     except (ArithmeticError, ValueError) as error:
-        log.exception("a method cannot make a model of round %s", situation.round)
+        log.exception("the method cannot make a model in round %s", situation.round)
         return f"{situation.settings.method} cannot make a model of these updates: {error}"
     # The difference of an honest but stale update can make a variance negative.
     negative = {
@@ -434,7 +434,7 @@ class Folding:
         update, sizes = self._read(key)
         # Other updates are values that were checked when they were decoded.
         if (self._int8 or key in self._versions) and not _fits(update.values, self._precision):
-            self.intake.leave_out(assignment_id, "its values are not finite when they are added to the global model")
+            self.intake.leave_out(assignment_id, "the sum of its values and the global model is not finite")
         else:
             self.intake.take(assignment_id, key, update)
         self.sizes.update(sizes)

@@ -71,7 +71,7 @@ class Opening:
                 return False
             federation.status = "running"
             events.record(db, federation.id, EventKind.started, self._clock())
-            log.info("%s: %s devices enrolled, starts", federation.name, enrolled)
+            log.info("%s: starting with %s enrolled devices", federation.name, enrolled)
             return True
 
     def open(self, federation_id: int) -> Step:
@@ -105,7 +105,7 @@ class Opening:
                 self._secure.begin(db, federation, current, work.plan)
             wanted = settings.quorum * (min(size, count) if more else count)
             current.target = settings.buffer or math.ceil(wanted - ACCIDENT)
-            log.info("%s: round %s opens for %s devices", federation.name, number, count, extra={"round": number})
+            log.info("%s: round %s opened for %s devices", federation.name, number, count, extra={"round": number})
             return Step.opened if settings.buffer is None else Step.moved
 
     def extend(self, federation_id: int, number: int, *, late: bool) -> bool:
@@ -129,7 +129,7 @@ class Opening:
             current.extensions += 1
             extend_deadlines(db, federation, self._clock())
         log.warning(
-            "%s: round %s lacks updates; it is extended, and given to %s devices more",
+            "%s: round %s lacks updates; extended its deadline and asked %s more devices",
             federation.name,
             number,
             more,

@@ -39,7 +39,7 @@ def ask(db: Session, federation: Federation, models: Models, version: int, now: 
     current = open_round(db, federation)
     if method.prepares and version == 0:
         raise WrongState(
-            f"model_version: {federation.method} prepares model 0 before it is trained; go back to a later"
+            f"model_version: {federation.method} prepares model 0 before it is trained; roll back to a later model"
         )
     following = (current.number if current else federation.round) + 1
     situation = Situation(models.manifest(federation), settings_of(federation), following)
@@ -60,7 +60,7 @@ def carry_out(db: Session, federation: Federation, now: float) -> None:
     undone = Round.model_version.not_in(stays)
     db.execute(update(Round).where(*known).values(undone=undone, stale=True, facts=Round.facts + 1))
     db.execute(update(Model).where(Model.federation_id == federation.id).values(undone=Model.version.not_in(stays)))
-    log.warning("%s: goes back from model %s to %s", federation.name, federation.model_version, version)
+    log.warning("%s: rolling back from model %s to %s", federation.name, federation.model_version, version)
     detail = f"model {federation.model_version} to {version}"
     events.record(db, federation.id, EventKind.rolled_back, now, detail=detail)
     federation.model_version = version
@@ -103,7 +103,7 @@ def _kept(db: Session, federation: Federation, models: Models, version: int) -> 
     kept = models.kept(db, federation)
     if version not in kept:
         raise NotFound(
-            f"model_version: {federation.name} has no model {version} any more; it has {', '.join(map(str, kept))}"
+            f"model_version: {federation.name} no longer has model {version}; choose one of {', '.join(map(str, kept))}"
         )
     return kept[version]
 

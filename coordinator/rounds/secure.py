@@ -235,7 +235,9 @@ class SecureRounds:
     ) -> bool | Ended:
         wanted = most_of(len(state.cohort), settings_of(federation).secure_colluders)
         if len(done) < wanted:
-            return self._over(federation, current, f"{len(done)} devices agree on who is left, {wanted} must")
+            return self._over(
+                federation, current, f"{len(done)} devices agree on the remaining devices, but {wanted} must"
+            )
         return self._next(federation, current, state.model_copy(update={"phase": Kind.unmask}), done)
 
     def _to_agreement(
@@ -245,7 +247,7 @@ class SecureRounds:
         alike = _alike(state.cells, done)
         left = {member.name for member in alike}
         if not any(len(left & set(cell.names)) >= least for cell in state.cells):
-            return self._over(federation, current, f"no cell has {least} updates: none is unmasked")
+            return self._over(federation, current, f"no cell has {least} updates, so no sum is unmasked")
         following = state.model_copy(update={"phase": Kind.agree, "left": tuple(sorted(left))})
         return self._next(federation, current, following, alike)
 
@@ -340,10 +342,10 @@ class SecureRounds:
         gone = [name for name in cell.names if name in state.shared and name not in state.left]
         ids = [trained[name].id for name in left]
         odd = [trained[name].id for name in gone if name in trained]
-        lost = dict.fromkeys(odd, "it was of another scale or model than most of its cell")
+        lost = dict.fromkeys(odd, "its scale or model differs from that of most updates in its cell")
         least = least_cell(settings.secure_colluders)
         if len(left) < least:
-            why = f"its cell has {len(left)} devices left, at least {least} hide one another"
+            why = f"its cell has {len(left)} devices left, but at least {least} must hide one another"
             return _Opened(None, lost | dict.fromkeys(ids, why), why=why if left else None)
         total, mask = self._total(federation, [trained[name] for name in left])
         try:

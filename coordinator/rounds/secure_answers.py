@@ -111,7 +111,7 @@ def check_answer(
 
     state = state_for(db, federation, assignment)
     if state is None:
-        raise BadContent("the round is over, or is not secure; ask for the next assignment")
+        raise BadContent("the round is over or not secure; ask for the next assignment")
     work = _outline(federation, assignment, device.name, state)
     if isinstance(answer, Keys):
         if device.identity_key is None:
@@ -135,7 +135,7 @@ def check_answer(
                 "unmask: reports devices that are not neighbours of this one, or both kinds for one device"
             )
         if not answer.seeds.keys() <= set(work.left) or not answer.pads.keys() <= set(work.gone):
-            raise BadContent("unmask: tells self-masks of devices that have vanished, or pads of those that are left")
+            raise BadContent("unmask: has self-masks of devices that dropped out, or pads of remaining devices")
 
 
 def check_statement_of(
@@ -148,11 +148,11 @@ def check_statement_of(
 
     state = state_for(db, federation, assignment)
     if stated is None or state is None:
-        raise BadContent("report: secure is missing, a signed statement of what the device was told; update this SDK")
+        raise BadContent("report: secure, the signed statement about the work, is missing; update this SDK")
     work = _outline(federation, assignment, device.name, state)
     try:
         check_statement(stated, device.identity_key or "", work.context, device.name)
     except BadSecret as error:
         raise BadContent(str(error)) from None
     if stated.present != present_of(work.left, whole_of(state.cohort, work.colluders)):
-        raise BadContent("report: secure states other devices than this one was told of; no other would sign it")
+        raise BadContent("report: secure names other devices than the work of this device; fetch the assignment again")

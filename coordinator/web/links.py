@@ -31,7 +31,7 @@ def make(info: FederationInfo, server: str, token: str | None) -> JoinLink:
     devices need one. Raises NotFound if no page can take part, BadContent for the address.
     """
     if "page" not in info.device_kinds:
-        raise NotFound(f"no page can take part in {info.name}: {info.no_pages_because}; use sparrow join")
+        raise NotFound(f"pages cannot take part in {info.name}: {info.no_pages_because}; use sparrow join")
     address, own = _reachable(server)
     link = f"{address}/join/{info.name}"
     fragment = []
@@ -105,7 +105,8 @@ def _reachable(server: str) -> tuple[str, str | None]:
     own = in_network()
     if own is None:
         raise BadContent(
-            f"phones cannot reach {host}, and this machine is in no network; connect it, or give an address that "
+            f"phones cannot reach {host}, and this machine is not connected to a network; connect it, or give "
+            f"an address that "
             f"phones can reach"
         )
     netloc = in_url(own) if port is None else f"{in_url(own)}:{port}"

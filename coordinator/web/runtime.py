@@ -120,7 +120,7 @@ def _read(archive: bytes) -> tuple[Package, dict[str, bytes]]:
     found = {file: members.get(f"{package.inside}{file}", b"") for file in package.files}
     for file, digest in package.files.items():
         if hashlib.sha256(found[file]).hexdigest() != digest:
-            raise BadRuntime(f"its {file} is not that of {package}; give that version")
+            raise BadRuntime(f"its {file} differs from that of {package}; give that version")
     return package, found
 
 

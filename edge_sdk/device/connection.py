@@ -188,7 +188,7 @@ class Connection:
             self.traffic.down += len(part)
             yield part
             if self._clock() - begin > SLOW_SECONDS + arrived / SLOWEST:
-                raise httpx.ReadTimeout(f"{arrived} bytes came in {self._clock() - begin:.0f} s")
+                raise httpx.ReadTimeout(f"only {arrived} bytes arrived in {self._clock() - begin:.0f} s")
         self.body_seconds = self._clock() - begin
 
     def upload(
@@ -388,4 +388,4 @@ def detail_of(answer: httpx.Response) -> str:
     try:
         return printable(str(answer.json()["detail"])[:LONGEST_TEXT])[:LONGEST_TEXT]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return f"The answer of {answer.url.host} is not one of a Sparrow coordinator; check the address"
+        return f"The answer of {answer.url.host} is not from a Sparrow coordinator; check the address"

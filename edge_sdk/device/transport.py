@@ -335,7 +335,7 @@ class Transport(Connection):
             if _is(payload, body):
                 return body
         raise Damaged(
-            "the payload was downloaded three times and never matched its digest; check proxies between this device "
+            "three downloads of the payload did not match its digest; check proxies between this device "
             "and the coordinator"
         )
 
@@ -347,7 +347,7 @@ class Transport(Connection):
         try:
             return kind.model_validate_json(line), payload or None
         except ValidationError:
-            raise NoCoordinator(answer.status_code, "its assignment cannot be read") from None
+            raise NoCoordinator(answer.status_code, "the assignment cannot be read") from None
 
     def _keep_brought(self, assignment: messages.Assignment | None, payload: bytes | None) -> None:
         """Keep a payload; its bytes count when it is taken."""

@@ -113,7 +113,7 @@ class Trust:
         if info.publisher is None:
             if wanted is not None:
                 raise BadPublication(
-                    f"the model of {self._federation} is not signed, and this device accepts only the publisher "
+                    f"the model of {self._federation} is not signed, but this device accepts only the publisher "
                     f"{wanted}; ask its operator for a signed one"
                 )
             if known is not None:
@@ -141,7 +141,7 @@ class Trust:
         wanted = self._demands.publisher
         if wanted is not None and not same_fingerprint(wanted, publication.fingerprint):
             raise BadPublication(
-                f"the model of {self._federation} is signed by {publication.fingerprint}, and this device accepts only "
+                f"the model of {self._federation} is signed by {publication.fingerprint}, but this device accepts only "
                 f"{wanted} (--publisher)"
             )
         accepted = before.publisher if before is not None else None
@@ -160,7 +160,7 @@ class Trust:
             except ValidationError:
                 raise BadPublication("the published manifest cannot be read; publish again") from None
         if original.digest != terms.manifest:
-            raise BadPublication(f"the manifest of {self._federation} is not the one that its publisher has signed")
+            raise BadPublication(f"the manifest of {self._federation} is not the one that its publisher signed")
         expected = composed(load_method(info.method), original, info.settings)
         check_terms(terms, self._federation, manifest, expected)
 
@@ -202,7 +202,7 @@ class Trust:
             raise BadPublication(f"the owner of this device does not allow it: {'; '.join(wrong)} (--require)")
         wrong = faults(admitted.ranges, settings)
         if wrong:
-            raise BadPublication(f"the publisher of the model has not signed this: {'; '.join(wrong)}")
+            raise BadPublication(f"the publisher of the model did not sign this: {'; '.join(wrong)}")
         now = binding(settings)
         changed = [
             f"{name} is {shown(now.get(name))}, was {shown(first)}"
@@ -212,14 +212,14 @@ class Trust:
             and not _more_private(name, first, now.get(name))
         ]
         if changed:
-            raise BadPublication(f"the coordinator has changed settings since this device joined: {'; '.join(changed)}")
+            raise BadPublication(f"the coordinator changed settings since this device joined: {'; '.join(changed)}")
 
     def check_steps(self, steps: int) -> None:
         """Raise BadPublication for fewer local steps than publisher or owner allow."""
         least = max(least_of(ranges, "local_steps") for ranges in self._ranges())
         if steps < least:
             raise BadPublication(
-                f"a round would take {steps} local steps on this device's data, and at least {least} are required; "
+                f"a round would have {steps} local steps on this device's data, but at least {least} are required; "
                 f"give it more samples, or ask the operator for more epochs"
             )
 
@@ -302,7 +302,7 @@ def read(folder: StateFolder) -> Accepted | None:
 def accept(folder: StateFolder, publisher: str) -> Accepted:
     """Accept another publisher's fingerprint from the next start. Raises BadPublication."""
     if not is_fingerprint(publisher):
-        raise BadPublication(f"{publisher!r} is no fingerprint; give eight groups of four hexadecimal digits")
+        raise BadPublication(f"{publisher!r} is not a fingerprint; give eight groups of four hexadecimal digits")
     before = read(folder)
     if before is None:
         raise BadPublication(f"{folder.path} has no record of a federation; join with --publisher {publisher}")

@@ -131,7 +131,7 @@ def _download(which: Values, manifest: Manifest, federation: str, transport: Tra
             return found
         partial.unlink()
     raise Damaged(
-        f"the {which} values were downloaded {TRIES} times and never matched their digest; check proxies "
+        f"{TRIES} downloads of the {which} values did not match their digest; check proxies "
         "between this device and the coordinator"
     )
 

@@ -1,4 +1,4 @@
-"""Check that a training step's gradients are those of its loss, before a device trains with it.
+"""Check that a training step's gradients match its loss, before a device trains with it.
 
 A published step whose ``grad:NAME`` is not the gradient of its ``loss`` can leak samples: the product of a chosen row
 and the inputs copies a sample into a weight's update (Boenisch et al., arXiv:2112.02918; Fowl et al.,
@@ -68,13 +68,13 @@ Number = NDArray[np.float64]
 
 # Gradients that a model stops, reverses or scales on purpose are refused too.
 class ImplausibleStep(GraphError):
-    """A training step whose gradients are not those of its loss."""
+    """A training step whose gradients do not match its loss."""
 
     failure = Failure("bad-work/implausible")
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(
-            f"the training step reports gradients of {', '.join(names)} that are not those of its loss: on the same "
+            f"the training step reports gradients of {', '.join(names)} that do not match its loss: on the same "
             f"samples, both differ by more than {SHARE_OF_ONE:.0%}. Such a step may send samples of this device to the "
             "coordinator. Do not train with it; ask the operator who published the model. A model that stops, reverses "
             "or scales gradients on purpose looks the same: train it with PyTorch, --engine torch"

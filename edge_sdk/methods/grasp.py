@@ -59,7 +59,7 @@ def prepare(job: Job) -> Trained:
         scored = score(job)
     except NoCurvature as error:
         raise UnknownWork(
-            f"GraSP differentiates the loss twice, which this model does not support: {error}", failure=error.failure
+            f"GraSP needs second derivatives, which this model does not support: {error}", failure=error.failure
         ) from error
     mask = keep_by_score(scored.scores, weight_budget(job.manifest, job.own(Settings).density))
     return Trained(

@@ -18,7 +18,7 @@ def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
     """Return a full payload as tensors by name; dense ones are views. Missing weights of a sparse model are zero;
     tensors that never travel are left out. Raises BundleError."""
     if received is None:
-        raise BundleError("the assignment came without its payload; fetch the payload and try again")
+        raise BundleError("the assignment has no payload; fetch the payload and try again")
     if not is_whole(manifest, received):
         wanted = "hand the assignment back, so that the coordinator sends the whole model"
         raise BundleError(f"the payload has only a part of the model, and this device has no base for it; {wanted}")
@@ -45,7 +45,9 @@ def merge(manifest: Manifest, personal: Tensors, received: Bundle | None, mask: 
     elif same_mask(received.mask, mask):
         values = received.values
     else:
-        raise BundleError("the payload's mask is not the assignment's; fetch the assignment and its payload again")
+        raise BundleError(
+            "the payload's mask differs from the assignment's; fetch the assignment and its payload again"
+        )
     merged = {name: np.array(tensor) for name, tensor in personal.items()}
     merge_in_place(manifest, merged, values, mask)
     return merged

@@ -102,7 +102,7 @@ def _devices(task: str, data: str, wanted: int | None) -> tuple[int, str, str]:
         raise WrongUsage(f"--devices {wanted}: a comparison takes at least 2")
     files = files_of_devices(task, data, wanted)
     if files:
-        return len(files), "Each device has a file of its own, whose numbers are taken as they are.", DEFAULT
+        return len(files), "Each device has its own file, whose numbers are used unchanged.", DEFAULT
     if task != OWN:
         return wanted or DEVICES, "", DEFAULT
     path, options, _ = read_options(data)

@@ -120,7 +120,7 @@ class MethodRun(_Part):
         default={}, description="The grid of this method in addition to the common one"
     )
     judged_as: str | None = Field(
-        default=None, description="Another way of the method to predict that counts, such as DM-PFL's adaptive"
+        default=None, description="Another prediction of the method to compare, such as DM-PFL's adaptive"
     )
 
 
@@ -393,7 +393,7 @@ def tuning_trials(
     experiment: Experiment, name: str, scale: float = 1.0
 ) -> Iterator[tuple[str, dict[str, Value], Trial]]:
     """Return (label, settings, trial) for each tuned method, point of its grid, and seed."""
-    assert experiment.tune is not None, "only what has [tune] is tuned"
+    assert experiment.tune is not None, "only experiments with a [tune] section are tuned"
     for run in experiment.tuned:
         for point in grid_points(experiment.grid_of(run)):
             for seed in experiment.tune.seeds:
@@ -404,7 +404,7 @@ def tuning_trial(
     experiment: Experiment, name: str, run: MethodRun, point: dict[str, Value], seed: int, scale: float = 1.0
 ) -> Trial:
     """Return the trial of a method at a point of the grid, evaluated only at its end."""
-    assert experiment.tune is not None, "only what has [tune] is tuned"
+    assert experiment.tune is not None, "only experiments with a [tune] section are tuned"
     last = {"rounds": experiment.tuning_rounds(run, scale), "evaluation_interval": 0}
     settings = merged(experiment.settings, run.settings, point, last)
     return _trial(experiment, name, run, {**experiment.tune.axes}, seed, settings)

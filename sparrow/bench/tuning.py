@@ -147,7 +147,7 @@ def search(
 
     result: returns a trial's rows, or None without running it; an incomplete grid gives no choice.
     """
-    assert experiment.tune is not None, "only what has [tune] is tuned"
+    assert experiment.tune is not None, "only experiments with a [tune] section are tuned"
     choice = Choice(experiment.tuning_rounds(run, scale))
     points, idle = grid_points(experiment.grid_of(run)), set[str]()
     for extension in range(experiment.tune.extensions + 1):
@@ -172,7 +172,7 @@ def _asked(
     experiment: Experiment, name: str, run: MethodRun, points: Sequence[Point], scale: float
 ) -> dict[str, list[Trial]]:
     """Return the trials of each valid point."""
-    assert experiment.tune is not None, "only what has [tune] is tuned"
+    assert experiment.tune is not None, "only experiments with a [tune] section are tuned"
     asked: dict[str, list[Trial]] = {}
     for point in points:
         with suppress(ValidationError):  # beyond the grid is beyond what the setting may be

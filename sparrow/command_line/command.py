@@ -178,7 +178,7 @@ def explain(error: BaseException) -> tuple[Exit, str]:
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if any(isinstance(cause, OSError) and cause.errno in NO_ROOM for cause in _causes(error)):
-        return Exit.FULL, f"{text}; make room, and give the same command again"
+        return Exit.FULL, f"{text}; free some space and run the command again"
     if code is None:
         return Exit.FAILED, f"{type(error).__name__}: {text}; this is a bug: please report it with the lines above"
     return code, text or type(error).__name__

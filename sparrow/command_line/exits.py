@@ -21,14 +21,14 @@ class Exit(enum.IntEnum):
 
 MEANINGS = {
     Exit.DONE: "done",
-    Exit.FAILED: "failed for another reason, which the line on stderr gives",
+    Exit.FAILED: "failed for another reason; read the line on stderr",
     Exit.USAGE: "wrong usage: an option, argument, address or setting cannot work; correct it",
     Exit.CANNOT: "this machine cannot do it: a package is not installed, or its memory is too small",
     Exit.UNREACHABLE: "no coordinator answers, or its database does not; try again later",
-    Exit.REFUSED: "a token is missing, wrong, or of another kind; set the right one",
+    Exit.REFUSED: "a token is missing, wrong or of another kind; set a valid one",
     Exit.NOT_FOUND: "a file, federation, task, method, model or token does not exist",
-    Exit.FULL: "the disk is full, here or at the coordinator; make room, and give the same command again",
-    Exit.INTERRUPTED: "interrupted by Ctrl-C or SIGTERM, or answered with no; nothing is lost",
+    Exit.FULL: "the disk is full, here or at the coordinator; free some space and run the command again",
+    Exit.INTERRUPTED: "interrupted by Ctrl-C or SIGTERM, or answered with no; state is kept",
 }
 
 

@@ -39,7 +39,7 @@ def add_wait(parser: argparse.ArgumentParser, default: float | None = 0.0) -> No
         type=_seconds,
         default=default,
         metavar="SECONDS",
-        help=f"give up if it does not answer for so long (default: {'never' if default is None else f'{default:g}'})",
+        help=f"give up after this time without an answer (default: {'never' if default is None else f'{default:g}'})",
     )
 
 

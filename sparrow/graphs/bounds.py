@@ -287,12 +287,14 @@ class Walk:
         if node.op_type == "MaxUnpool":
             pool = next((each for each in self._model.graph.node if node.input[1] in each.output), None)
             if pool is None or pool.op_type != "MaxPool" or node.input[1] != pool.output[1]:
-                raise SkeletonError(f"{named(node)}: its places are not those of a maximum; take them of MaxPool")
+                raise SkeletonError(
+                    f"{named(node)}: its indices are not those of a maximum; use the indices of MaxPool"
+                )
             if values.shape(node.input[0]) != values.shape(pool.output[0]):
-                raise SkeletonError(f"{named(node)}: has other values than maxima; give one for each")
+                raise SkeletonError(f"{named(node)}: has another number of values than indices; give one for each")
             size = values.data.get(node.input[2]) if len(node.input) > 2 else None
             if size is None or list(size) != values.shape(pool.input[0]):
-                raise SkeletonError(f"{named(node)}: its result is not as large as what maxima were taken from")
+                raise SkeletonError(f"{named(node)}: its result has another size than the input of MaxPool")
             return dict.fromkeys(node.output, values.types[pool.input[0]])
         if not read <= values.types.keys():
             raise SkeletonError(f"{named(node)} takes a sequence; export the graph without")

@@ -169,7 +169,7 @@ def _check_inputs(model: ModelProto, manifest: Manifest) -> None:
                 raise GraphError(f"the input {value.name[:80]!r} is not of the manifest's type and shape {spec.shape}")
         elif value.name == "input":
             if kind not in INPUT_TYPES or shape[:1] != (None,) or shape[1:] != manifest.input_shape:
-                raise GraphError(f"input has the shape {shape}, the manifest says {manifest.input_shape} per sample")
+                raise GraphError(f"input has the shape {shape}, but the manifest has {manifest.input_shape} per sample")
         elif value.name == "target":
             if kind not in INPUT_TYPES or shape[:1] != (None,) or None in shape[1:]:
                 raise GraphError(f"target has the shape {shape}; only its first axis may be free")

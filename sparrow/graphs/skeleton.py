@@ -83,9 +83,7 @@ def fill(skeleton: bytes, manifest: Manifest, tensors: Tensors, *, metadata: Map
         _check_tensor(spec, tensors)
     size = len(skeleton) + sum(tensors[spec.name].nbytes for spec in manifest.whole)
     if size > MAX_MODEL:
-        raise ExportError(
-            f"the model would take {size} bytes, one ONNX file holds at most {MAX_MODEL}; make it smaller"
-        )
+        raise ExportError(f"the model needs {size} bytes, but an ONNX file has at most {MAX_MODEL}; make it smaller")
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
     for spec in manifest.whole:
         values = np.ascontiguousarray(tensors[spec.name]).reshape(spec.shape)
@@ -120,12 +118,12 @@ def check_structure(model: ModelProto) -> None:
     if len(domains) != 1 or model.opset_import[0].version not in OPSETS:
         versions = [opset.version for opset in model.opset_import]
         raise SkeletonError(
-            f"the graph names the operator versions {versions[:4]}; one of {OPSETS[0]} to {OPSETS[-1]} is wanted"
+            f"the graph names the operator versions {versions[:4]}; give one of {OPSETS[0]} to {OPSETS[-1]}"
         )
     if model.functions:
-        raise SkeletonError("the graph brings functions of its own; export it with them inlined")
+        raise SkeletonError("the graph has its own functions; export it with these inlined")
     if model.training_info or model.graph.sparse_initializer or model.graph.quantization_annotation:
-        raise SkeletonError("the graph holds training, sparse or quantisation data; export only the forward pass")
+        raise SkeletonError("the graph contains training, sparse or quantisation data; export only the forward pass")
 
 
 def _check_interface(graph: GraphProto, manifest: Manifest) -> None:
@@ -136,7 +134,7 @@ def _check_interface(graph: GraphProto, manifest: Manifest) -> None:
 def _check_value(values: Iterable[ValueInfoProto], name: str, shape: tuple[int, ...]) -> None:
     names = [value.name[:80] for value in values]
     if names != [name]:
-        raise SkeletonError(f"the skeleton's {name}s are {names[:4]}; exactly one, named {name!r}, is wanted")
+        raise SkeletonError(f"the skeleton's {name}s are {names[:4]}; give exactly one, named {name!r}")
     (value,) = values
     tensor = value.type.tensor_type
     dims = list(tensor.shape.dim)
@@ -146,7 +144,7 @@ def _check_value(values: Iterable[ValueInfoProto], name: str, shape: tuple[int, 
         raise SkeletonError(f"the skeleton's {name} has a fixed batch size; export it with a dynamic first axis")
     found = tuple(dim.dim_value if dim.WhichOneof("value") == "dim_value" else None for dim in dims[1:])
     if found != shape:
-        raise SkeletonError(f"the skeleton's {name} has shape {found} per sample, the manifest says {shape}")
+        raise SkeletonError(f"the skeleton's {name} has shape {found} per sample, but the manifest has {shape}")
 
 
 def _check_initializers(graph: GraphProto, manifest: Manifest) -> None:
@@ -165,10 +163,12 @@ def _check_initializers(graph: GraphProto, manifest: Manifest) -> None:
         if shape != spec.shape or tensor.data_type != dtype:
             raise SkeletonError(
                 f"{spec.name}: the skeleton has shape {shape} of ONNX type {tensor.data_type}, "
-                f"the manifest says {spec.shape} of type {dtype}; publish both from the same model"
+                f"the manifest has {spec.shape} of type {dtype}; publish both from the same model"
             )
         if has_data(tensor):
-            raise SkeletonError(f"{spec.name}: the skeleton holds its values; remove them, weights travel separately")
+            raise SkeletonError(
+                f"{spec.name}: the skeleton contains its values; remove them, because weights are sent separately"
+            )
     for name, tensor in found.items():
         if not has_data(tensor):
             raise SkeletonError(f"the skeleton needs values for {name[:200]!r}, which the manifest does not have")
@@ -187,7 +187,7 @@ def check_node(node: onnx.NodeProto) -> None:
         raise SkeletonError(f"{what} is of {node.domain[:80]!r}; only standard operators are accepted")
     for attribute in node.attribute:
         if attribute.type not in _ATTRIBUTES or attribute.ref_attr_name:
-            raise SkeletonError(f"{what} holds a graph or another kind of attribute that no common layer needs")
+            raise SkeletonError(f"{what} has a graph or another kind of attribute that no common layer needs")
         for tensor in (attribute.t, *attribute.tensors):
             refuse_external(tensor)
 
@@ -213,5 +213,5 @@ def _check_tensor(spec: TensorSpec, tensors: Tensors) -> None:
     if tensor.shape != spec.shape or tensor.dtype != np.dtype(spec.dtype):
         raise ExportError(
             f"{spec.name}: the personal model has shape {tensor.shape} of {tensor.dtype}, "
-            f"the manifest says {spec.shape} of {spec.dtype}; use the manifest the model was trained with"
+            f"the manifest has {spec.shape} of {spec.dtype}; use the manifest the model was trained with"
         )

@@ -129,7 +129,7 @@ def encode(
     vector: Array = values.numbers if isinstance(values, Quantised) else values
     hidden = vector.dtype.kind == "u"
     if vector.shape != (wanted,):
-        raise BundleError(f"{vector.shape} values given, the mask covers {wanted}; pack them with masks.pack")
+        raise BundleError(f"{vector.shape} values given, but the mask covers {wanted}; pack them with masks.pack")
     if hidden and parts:
         raise BundleError(f"masked values have no parts: {', '.join(parts)} would be sent in clear; leave them out")
     if extras is not None and not hidden:
@@ -206,12 +206,12 @@ def decode(
     _check_layout(entries, len(buffer) - start)
     data = {name: buffer[start + low : start + high] for name, (_, _, low, high) in entries.items()}
     if not intact and _digest(header, list(data.values())) != metadata["sha256"]:
-        raise BundleError("the bundle's digest does not match its content: it was damaged on the way; send it again")
+        raise BundleError("the bundle's digest does not match its content; send it again")
     mask, draw = _decode_mask(manifest, metadata["mask"], data.get("mask", memoryview(b"")), known)
     dtype, count, _, _ = entries["values"]
     wanted = count_values(manifest, mask)
     if count != wanted:
-        raise BundleError(f"the bundle holds {count} values, its mask covers {wanted}; pack it again")
+        raise BundleError(f"the bundle has {count} values, but its mask covers {wanted}; pack it again")
     sizes = {"header": start, **{name: len(part) for name, part in data.items()}}
     if dtype in _MASKED:
         if entries.get("extras", entries["values"])[0] != dtype:
@@ -251,7 +251,7 @@ def _masked(
 ) -> Bundle:
     """Return a bundle of masked values, which may only have extras and a mask."""
     if not data.keys() <= {"values", "extras", "mask"}:
-        raise BundleError("masked values come without scales and a method's parts; encode with protocol.bundle")
+        raise BundleError("masked values must not have scales or a method's parts; encode with protocol.bundle")
     words, extras = (np.frombuffer(data.get(name, b""), f"<u{_MASKED[dtype]}") for name in ("values", "extras"))
     return Bundle(np.zeros(0, np.float32), mask, draw, "fp32", report, sizes=sizes, masked=words, extras=extras)
 
@@ -260,7 +260,7 @@ def _decode_quantised(manifest: Manifest, mask: Mask | None, data: Mapping[str, 
     lengths = row_lengths(manifest, mask)
     scales = np.frombuffer(data.get("scales", b""), dtype="<f4")
     if len(scales) != len(lengths):
-        raise BundleError(f"the bundle holds {len(scales)} scales for {len(lengths)} rows; quantise it again")
+        raise BundleError(f"the bundle has {len(scales)} scales for {len(lengths)} rows; quantise it again")
     numbers = np.frombuffer(data["values"], dtype=np.int8)
     # quantise never returns -128, whose absolute value does not fit int8.
     if (len(numbers) and numbers.min() < -LARGEST) or not _all_finite(scales) or (len(scales) and scales.min() < 0):
@@ -328,7 +328,7 @@ def _all_finite(values: NDArray[np.floating[Any]]) -> bool:
 def _to_bytes(values: Array, precision: Precision) -> memoryview:
     """Return little-endian bytes in the wire's precision; for float32 a view, no copy."""
     if not _all_finite(cast(NDArray[np.floating[Any]], values)):
-        raise BundleError("a value is not finite: training diverged; lower the learning rate or set a clip")
+        raise BundleError("training diverged: a value is not finite; lower the learning rate or set a clip")
     single = np.ascontiguousarray(values, dtype="<f4")
     if precision == "fp32":
         return single.view(np.uint8).data
@@ -377,12 +377,13 @@ def _read_header(buffer: memoryview) -> tuple[dict[str, Any], int]:
 
 def _check_names(header: dict[str, Any], parts: Mapping[str, Expected]) -> None:
     if not {"__metadata__", "values"} <= set(header):
-        raise BundleError("the header must hold __metadata__ and values; encode with protocol.bundle")
+        raise BundleError("the header must have __metadata__ and values; encode with protocol.bundle")
     known = (*RESERVED, *parts)
     unknown = next((name for name in header if name not in known and name != "__metadata__"), None)
     if unknown is not None:
         raise BundleError(
-            f"{unknown[:32]!r} is no part of this message, which may bring {', '.join(known)}; use the same version of "
+            f"{unknown[:32]!r} is not a part of this message, which may have {', '.join(known)}; use the same "
+            f"version of "
             f"the method on both sides"
         )
 
@@ -390,7 +391,7 @@ def _check_names(header: dict[str, Any], parts: Mapping[str, Expected]) -> None:
 def _metadata(header: dict[str, Any]) -> dict[str, str]:
     metadata = header["__metadata__"]
     if not isinstance(metadata, dict) or set(metadata) != {"sparrow", "manifest", "mask", "report", "sha256"}:
-        raise BundleError("the metadata must hold sparrow, manifest, mask, report and sha256; update your SDK")
+        raise BundleError("the metadata must have sparrow, manifest, mask, report and sha256; update your SDK")
     if not all(isinstance(text, str) for text in metadata.values()):
         raise BundleError("every entry of the metadata must be a string")
     if metadata["sparrow"] != FORMAT:
@@ -407,7 +408,7 @@ def _entry(header: dict[str, Any], name: str, parts: Mapping[str, Expected]) -> 
         case {"dtype": str(dtype), "shape": [int(count)], "data_offsets": [int(low), int(high)]} if len(entry) == 3:
             pass
         case _:
-            raise BundleError(f"{name}: the header must give a dtype, a shape of one number and two offsets")
+            raise BundleError(f"{name}: the header must have a dtype, a shape of one number and two offsets")
     if any(isinstance(number, bool) or not 0 <= number < 2**53 for number in (count, low, high)):
         raise BundleError(f"{name}: shape and offsets must be integers from 0 to 2**53 - 1")
     allowed = _allowed_types(name, parts)
@@ -436,7 +437,7 @@ def _check_layout(entries: dict[str, tuple[str, int, int, int]], length: int) ->
             raise BundleError(f"{name}: begins at byte {low} of the data, {end} expected; tensors must be adjacent")
         end = high
     if end != length:
-        raise BundleError(f"the header accounts for {end} bytes of data, {length} follow; send the whole file")
+        raise BundleError(f"the header describes {end} bytes of data, but {length} follow; send the whole file")
 
 
 _Form = tuple[dict[str, object], bytes]
@@ -536,7 +537,7 @@ def _mask_of(
             except (ValueError, OverflowError) as error:
                 raise BundleError(f"the mask cannot be drawn: {error}") from None
     raise BundleError(
-        "the mask has none of the forms full, draw, bits, index, first, known, elements, changed and blocks; update "
+        "the mask's form must be full, draw, bits, index, first, known, elements, changed or blocks; update "
         "the older side"
     )
 
@@ -555,7 +556,7 @@ def _mask_of_first(manifest: Manifest, counts: list[Any]) -> NeuronMask:
     if len(counts) != len(sizes) or not all(
         type(count) is int and 1 <= count <= size for count, size in zip(counts, sizes.values(), strict=True)
     ):
-        raise BundleError("the mask must give the number of first neurons of each group; encode with protocol.bundle")
+        raise BundleError("the mask must have the number of first neurons of each group; encode with protocol.bundle")
     return NeuronMask({group: np.arange(count) for group, count in zip(sizes, counts, strict=True)})
 
 

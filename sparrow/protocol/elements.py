@@ -118,7 +118,7 @@ def check_elements(manifest: Manifest, mask: ElementMask) -> None:
     """Raise ManifestError unless the mask has the maskable tensors, in order, as booleans of their shapes."""
     wanted = {spec.name: spec.shape for spec in manifest.maskable}
     if list(mask.exists) != list(wanted):
-        raise ManifestError(f"the mask names the tensors {list(mask.exists)}, maskable are {list(wanted)}")
+        raise ManifestError(f"the mask has the tensors {list(mask.exists)}, but the maskable ones are {list(wanted)}")
     for name, flags in mask.exists.items():
         if flags.shape != wanted[name] or flags.dtype != np.bool_:
             raise ManifestError(f"{name}: a mask of {flags.dtype} {flags.shape}; give booleans of {wanted[name]}")
@@ -132,7 +132,7 @@ def from_bits(manifest: Manifest, data: bytes | memoryview) -> ElementMask:
 def unpack_flags(data: bytes | memoryview, count: int, what: str) -> Flags:
     """Return ``count`` flags of a mask's bits. Raises ManifestError for a wrong length or set padding bits."""
     if len(data) != (count + 7) // 8:
-        raise ManifestError(f"the mask has {len(data)} bytes, {count} {what} take {(count + 7) // 8}")
+        raise ManifestError(f"the mask has {len(data)} bytes, but {count} {what} need {(count + 7) // 8}")
     flags = np.unpackbits(np.frombuffer(data, dtype=np.uint8)).view(np.bool_)
     if flags[count:].any():
         raise ManifestError("the mask's padding bits must be zero")
@@ -154,7 +154,7 @@ def apply_difference(manifest: Manifest, old: ElementMask, data: bytes | memoryv
     encoded = np.frombuffer(data, dtype=np.uint8)
     ends = np.flatnonzero(encoded != 255)
     if len(encoded) and (len(ends) == 0 or ends[-1] != len(encoded) - 1):
-        raise ManifestError("the mask's difference ends in the middle of a distance; send the whole file")
+        raise ManifestError("the mask's difference ends within a distance; send the whole file")
     # A distance of k*255 + rest is k bytes of 255 and one of rest: sums up to each end, plus its index, are positions.
     positions = np.cumsum(encoded, dtype=np.int64)[ends] + np.arange(len(ends))
     flags = _flat(old)

@@ -28,7 +28,7 @@ class Explanation(NamedTuple):
 
 DIVERGED = (
     "likely causes, in order: the scale of its inputs (its own log has their spread), the learning rate (lower it), a "
-    "missing or large clip (set clip=1), and another device whose data are in other units"
+    "missing or large clip (set clip=1), and other units in the data of another device"
 )
 SAME_VERSION = "use the same version of Sparrow on the coordinator and on the device"
 
@@ -42,110 +42,114 @@ FAILURES = {
     ),
     "training-diverged/gradients": Explanation(
         "a gradient or score that its method computes is not finite",
-        "see whether the global model is sound: go back to an older one, or publish a sound one; otherwise lower the "
-        "learning rate",
+        "check whether the global model gives a finite loss: if not, roll back or publish the model again; if it does, "
+        "lower the learning rate",
     ),
     "training-diverged/values": Explanation(
         "a value of its update is not finite or does not fit the precision",
         "lower the learning rate, set a clip, or choose precision=fp32",
     ),
     "unsound-model": Explanation(
-        "the model received gives no finite loss on its held-out data, before any training",
-        "see whether its data are scaled as the task expects; if they are, go back to an older model, and bound what "
-        "one device moves (update_clip)",
+        "before any training, the model received has no finite loss on its held-out data",
+        "check that its data are scaled as the task expects; if they are, roll back to an older model and bound the "
+        "updates (update_clip)",
     ),
     "bad-payload": Explanation("it received a payload that it cannot use", SAME_VERSION),
     "bad-payload/damaged": Explanation(
         "a download never matched its digest", "look for a proxy that changes content, or for a failing disk or memory"
     ),
-    "bad-payload/size": Explanation("a payload was announced that is larger than its model can have", SAME_VERSION),
-    "bad-work": Explanation("it was given work that it cannot use", SAME_VERSION),
+    "bad-payload/size": Explanation("the announced payload is larger than any payload of its model", SAME_VERSION),
+    "bad-work": Explanation("it received work that it cannot use", SAME_VERSION),
     "bad-work/manifest": Explanation(
         "the model's description does not fit the model on the device",
-        "publish and train the same model; where the device has code of its own, update that code",
+        "publish and train the same model; if the device has its own model code, update it",
     ),
     "bad-work/graph": Explanation(
         "a graph of the model is refused, or is not the published one", "publish the model again with this version"
     ),
     "bad-work/cost": Explanation(
-        "a graph of the model takes more time or memory than it has",
+        "a graph of the model needs more time or memory than the device has",
         "lower batch_size, or have the author publish a smaller model; its own log names the node",
     ),
     "bad-work/unmasked": Explanation(
-        "it was asked for an update without masks, and it sends none (--require-secure)",
+        "it was asked for an unmasked update and sends only masked ones (--require-secure)",
         "create the federation with secure=true",
     ),
     "bad-work/terms": Explanation(
-        "it was given work outside of the ranges that the publisher of the model has signed, or its owner allows",
+        "its work is outside the ranges that the publisher of the model signed or its owner allows",
         "change the setting back, or have the author publish the model again; its own log names the setting",
     ),
     "bad-work/implausible": Explanation(
-        "the gradients of the training step are not those of its loss",
+        "the gradients of the training step do not match its loss",
         "ask the author of the model; its own log names the parameters",
     ),
-    "unknown-work": Explanation("its method has no work of this kind on the device", SAME_VERSION),
+    "unknown-work": Explanation("its method has no such work on the device", SAME_VERSION),
     "unknown-work/settings": Explanation("it cannot read the settings of its method", SAME_VERSION),
     "unknown-work/torch": Explanation("its method needs PyTorch for this work", "start it with --engine torch"),
     "unknown-work/curvature": Explanation(
-        "its method differentiates the loss twice, and this model or engine cannot",
+        "its method needs second derivatives, which this model or engine does not support",
         "start it with --engine torch, or choose another method or model",
     ),
     "budget-too-small": Explanation(
         "its budget is too small for the method", "give it a larger one (sparrow join --budget)"
     ),
     "secure-refused": Explanation(
-        "it refused a step of a secure round, because the coordinator's messages do not agree",
-        "its own log says which; see whether the coordinator was restored from a backup",
+        "it refused a step of a secure round, because the coordinator's messages contradict each other",
+        "read its log; check whether the coordinator was restored from a backup",
     ),
     "secure-refused/state": Explanation(
-        "it has no keys of this secure round", "no action if it has lost its state: it takes part in the next round"
+        "it has no keys for this secure round", "do nothing if it lost its state: it takes part in the next round"
     ),
     "secure-refused/demands": Explanation(
-        "a secure round is not as it demands (--require-secure, --known-devices)",
-        "raise secure_colluders, or change what the device demands; its own log says which",
+        "a secure round does not meet its demands (--require-secure, --known-devices)",
+        "raise secure_colluders or change the device's demands; its log names them",
     ),
     "secure-refused/model": Explanation(
-        "the model, settings or plan of a secure round are not those that its devices have signed",
-        "see whether the coordinator was restored from a backup, or its settings were changed during the round",
+        "the model, settings or plan of a secure round differ from those that its devices signed",
+        "check whether the coordinator was restored from a backup or its settings were changed during the round",
     ),
     "secure-refused/parts": Explanation(
-        "it was asked for more than sums of values in a secure round", "choose a method that needs only sums"
+        "a secure round asked it for more than sums of values", "choose a method that needs only sums"
     ),
     "secure-refused/keys": Explanation(
-        "another device of a secure round has another identity key than in earlier rounds",
-        "its own log names it; if that device has lost its state, give it a new name",
+        "another device of a secure round has a different identity key than in earlier rounds",
+        "read the name in its log; if that device lost its state, give it a new name",
     ),
     "secure-refused/weight": Explanation(
         "the weight of its update in a secure round is not its number of samples",
-        "start the device again, so that it reports the number",
+        "restart the device, so that it reports the number",
     ),
     "secure-refused/rounding": Explanation(
         "rounding makes its update longer than update_clip", "create the federation with secure_bits=32"
     ),
     "model-replaced": Explanation(
-        "the model has a new version, and the device trains the one before",
-        "start it again, with the new code where PyTorch trains",
+        "the model has a new version, but the device trains the previous one",
+        "restart it; if it trains with PyTorch, update its model code first",
     ),
     "no-memory": Explanation(
         "there is not enough memory to train",
         "give it a smaller budget (sparrow join --budget) or smaller batches (batch_size)",
     ),
-    "no-space": Explanation("its disk is full", "make room on it"),
-    "data-unusable": Explanation("its data cannot be used", "its own log says why"),
+    "no-space": Explanation("its disk is full", "free some space on it"),
+    "data-unusable": Explanation("its data cannot be used", "read the reason in its log"),
     "update-refused": Explanation(
-        "the coordinator refused its update", "the coordinator's log and the device's own say why"
+        "the coordinator refused its update", "read the reason in the log of the coordinator or the device"
     ),
-    "coordinator-fault": Explanation("the coordinator refused one of its calls", "its own log says which and why"),
+    "coordinator-fault": Explanation(
+        "the coordinator refused one of its calls", "read the call and the reason in its log"
+    ),
     "interrupted": Explanation("it was interrupted", ""),
-    "interrupted/user": Explanation("its user has stopped it", "the same command continues"),
+    "interrupted/user": Explanation("its user stopped it", "run the same command to continue"),
     "interrupted/program": Explanation("it was stopped by its program", ""),
-    "interrupted/paused": Explanation("its user has paused it", ""),
-    "interrupted/hidden": Explanation("its page is not in front", "have its user keep the page open and in front"),
-    "interrupted/left": Explanation("its user has left", ""),
-    "nothing-trained": Explanation("it has left, because none of its rounds succeeded", "its own log says why"),
-    "program-error": Explanation("its program failed", "the traceback in its own output says where"),
-    "program-error/other": Explanation("its program failed", "the traceback in its own output says where"),
-    "other": Explanation("it failed", "its own log says why"),
+    "interrupted/paused": Explanation("its user paused it", ""),
+    "interrupted/hidden": Explanation(
+        "its page is in the background", "ask its user to keep the page in the foreground"
+    ),
+    "interrupted/left": Explanation("its user left the federation", ""),
+    "nothing-trained": Explanation("it left because none of its rounds succeeded", "read the reason in its log"),
+    "program-error": Explanation("its program failed", "read the traceback in its output"),
+    "program-error/other": Explanation("its program failed", "read the traceback in its output"),
+    "other": Explanation("it failed", "read the reason in its log"),
 }
 
 
@@ -162,7 +166,9 @@ class Failure(str):
         exception = kind == "program-error" and is_builtin_exception(code)
         last = kind == "nothing-trained" and code in LAST
         if text not in FAILURES and not exception and not last:
-            raise ValueError("a device reports failures of sparrow/protocol/failures.py only; choose one, or add it")
+            raise ValueError(
+                "a device reports only failures of sparrow/protocol/failures.py; choose one, or add it there"
+            )
         return super().__new__(cls, text)
 
 

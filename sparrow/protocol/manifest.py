@@ -299,7 +299,9 @@ class Manifest(Record):
             return
         count = len(self.targets.names) + self.targets.spare
         if self.targets.names and self.output_shape[:1] != (count,):
-            raise ValueError(f"targets: {count} names and spare outputs, but the model gives {self.output_shape}")
+            raise ValueError(
+                f"targets: {count} names and spare outputs, but the model's outputs have the shape {self.output_shape}"
+            )
 
     @cached_property
     def shared(self) -> tuple[TensorSpec, ...]:
@@ -495,23 +497,23 @@ class Manifest(Record):
         wanted: tuple[TensorSpec, ...] = getattr(self, which)
         missing = [spec.name for spec in wanted if spec.name not in tensors]
         if missing:
-            raise ManifestError(f"{what} lack {missing[0]!r}; they must hold every tensor of the manifest")
+            raise ManifestError(f"{what} lack {missing[0]!r}; give every tensor of the manifest")
         extra = sorted(set(tensors) - {spec.name for spec in wanted})
         if extra:
-            raise ManifestError(f"{what} hold {extra[0]!r}, which is not in the manifest; remove it")
+            raise ManifestError(f"{what} have {extra[0]!r}, which is not in the manifest; remove it")
         for spec in wanted:
             tensor = tensors[spec.name]
             if tensor.shape != spec.shape or tensor.dtype != np.dtype(spec.dtype):
                 raise ManifestError(
                     f"{spec.name}: {what} have shape {tensor.shape} of {tensor.dtype}, "
-                    f"the manifest says {spec.shape} of {spec.dtype}; publish and train the same model"
+                    f"the manifest has {spec.shape} of {spec.dtype}; publish and train the same model"
                 )
 
 
 def _no_repeats(what: str, names: list[str]) -> None:
     repeated = min((name for name, count in Counter(names).items() if count > 1), default=None)
     if repeated is not None:
-        raise ValueError(f"the {what} {repeated!r} stands twice")
+        raise ValueError(f"the {what} {repeated!r} occurs twice")
 
 
 def initial_values(manifest: Manifest, seed: int, published: Tensors | None = None) -> Tensors:

@@ -82,13 +82,13 @@ class Preparation(Record):
         if len({column.name for column in self.columns}) < len(self.columns):
             raise ValueError("a column stands twice")
         if self.channels and self.shape[self.channel : self.channel + 1] != (len(set(self.channels)),):
-            raise ValueError(f"{len(self.channels)} channels are not those of axis {self.channel} of {self.shape}")
+            raise ValueError(f"{len(self.channels)} channels do not fit axis {self.channel} of {self.shape}")
         if len(self.mean) != len(self.deviation):
-            raise ValueError(f"{len(self.mean)} means stand beside {len(self.deviation)} deviations")
+            raise ValueError(f"there are {len(self.mean)} means but {len(self.deviation)} deviations")
         if self.mean and (self.channel >= len(self.shape) or self.shape[self.channel] != len(self.mean)):
-            raise ValueError(f"{len(self.mean)} means are not those of axis {self.channel} of {self.shape}")
+            raise ValueError(f"{len(self.mean)} means do not fit axis {self.channel} of {self.shape}")
         if any(axis >= len(self.shape) for axis in self.free) or len(set(self.free)) < len(self.free):
-            raise ValueError(f"the free axes {self.free} are not those of {self.shape}")
+            raise ValueError(f"the free axes {self.free} do not fit {self.shape}")
         if self.own and self.mean:
             raise ValueError("statistics are each device's own, and published; leave one of them out")
         return self

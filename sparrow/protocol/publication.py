@@ -65,12 +65,12 @@ def check_terms(terms: Terms, federation: str, manifest: Manifest, published: Ma
     for name, digest in manifest.graphs.items():
         if terms.graphs.get(name) != digest:
             raise BadPublication(
-                f"the {name} of {federation} is not the one that its publisher has signed; ask the operator which "
+                f"the {name} of {federation} is not the one that its publisher signed; ask the operator which "
                 f"model this is"
             )
     other = differs(published, manifest)
     if other is not None:
-        raise BadPublication(f"{federation}: {other} is not as its publisher has signed it")
+        raise BadPublication(f"{federation}: {other} differs from the signed manifest")
 
 
 def differs(published: Manifest, manifest: Manifest) -> str | None:
@@ -117,4 +117,4 @@ def check_weights(terms: Terms, tensors: Tensors) -> None:
     for name, tensor in tensors.items():
         wanted = terms.weights.get(name)
         if wanted is not None and digest_of_values(tensor) != wanted:
-            raise BadPublication(f"{name}: its first values are not those that the publisher has signed")
+            raise BadPublication(f"{name}: its first values are not those that the publisher signed")

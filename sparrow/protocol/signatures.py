@@ -93,6 +93,7 @@ def check_signature(publication: Publication) -> None:
         key.verify(bytes.fromhex(publication.signature), signed_text(publication.statement))
     except (InvalidSignature, ValueError):
         raise BadPublication(
-            "the signature of the publication is not that of its publisher: the coordinator, or somebody on the way, "
-            "has changed it"
+            "the signature of the publication is not valid: the coordinator or a proxy changed the publication; "
+            "ask its "
+            "operator"
         ) from None

@@ -156,7 +156,7 @@ def _check_task(task: object, data: str | None, settings: dict[str, Any], server
     if data is not None and callable(task):
         raise BadArgument("data needs a task known by name; a function given as task makes each device's data")
     if server is not None and server.isidentifier() and task is None:
-        raise BadArgument(f"{server!r} is no address (http://HOST:PORT); if it is a task, give task={server!r}")
+        raise BadArgument(f"{server!r} is not an address (http://HOST:PORT); if it is a task, give task={server!r}")
     if task is None and settings:
         raise BadArgument(f"{', '.join(settings)}: settings need a new federation; give a task, too")
     read_settings(settings, known=("state_dir", "options"))

@@ -345,7 +345,7 @@ def test_nothing_recorded_is_said(plan, tmp_path):
 def test_trials_that_were_run_otherwise_are_said(plan):
     short = [record(trial, RESULTS[trial.label, trial.seed]) for trial in trials(plan, "tiny", {}, scale=0.1)]
     page = report_text(plan, short, command=COMMAND)
-    assert "**12 of 12 trials ran with rounds = 2, the file says 20.**" in page
+    assert "**12 of 12 trials ran with rounds = 2, in the file 20.**" in page
     gone = experiment(methods=[FEDSPU, FEDAVG])
     page = report_text(gone, short, command=COMMAND)
     assert "**Left out: 4 recorded trials that are not of this experiment (any more).**" in page
@@ -371,8 +371,8 @@ def test_settings_of_a_table_are_told_and_compared_one_by_one():
     assert "trials ran with" not in page
     changed = experiment(axes={}, seeds=[0], methods=[fedprox, {**other, "settings": {}}], data={"validation": 0.2})
     page = report_text(changed, done, command=COMMAND)
-    assert "**1 of 2 trials ran with method_settings.cut = 2, the file says None.**" in page
-    assert "**2 of 2 trials ran with data.validation = 0.1, the file says 0.2.**" in page
+    assert "**1 of 2 trials ran with method_settings.cut = 2, in the file None.**" in page
+    assert "**2 of 2 trials ran with data.validation = 0.1, in the file 0.2.**" in page
 
 
 def test_the_last_rows_of_a_trial_that_was_run_again_count(plan, recorded):
@@ -719,7 +719,7 @@ def test_a_label_that_was_not_judged_in_every_trial_has_no_figure_on_other_test_
     page = report_text(plan, [old if each is bare else each for each in done], command=COMMAND)
     assert cells(page, "FedAvg", "Accuracy by degree") == ["–", "–", "–"]
     assert cells(page, "FedSPU", "Accuracy by degree")[-1] == "65.0"
-    assert "**1 of 4 trials were judged on other shifted test sets than the file says.**" in page
+    assert "**1 of 4 trials were evaluated on other shifted test sets than in the file.**" in page
     assert shift_curve([old], [0, 1]) is None
     plain = shift_plan(shifts=[])
     assert "shift" not in report_text(plain, [record(each, (0.5, 0.5)) for each in trials(plain, "x", {})], command="")

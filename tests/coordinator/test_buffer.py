@@ -111,7 +111,7 @@ def test_one_that_still_lacks_updates_is_skipped(coordinator, clock, answer):
         coordinator.rounds.advance()
     record = coordinator.record(1)
     assert (record.status, record.updates, record.expired) == ("closed", 1, 2)
-    assert record.left_out == {"a": "skipped: 1 updates came, and min_updates is 3"}
+    assert record.left_out == {"a": "skipped: 1 updates arrived, but min_updates is 3"}
     assert (coordinator.model(), coordinator.info().model_version) == (before, 0)
     assert (record.base_version, record.model_version) == (0, 0)
     assert coordinator.record(2).cohort == ("a",), "the others missed the deadline"

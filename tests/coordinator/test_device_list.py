@@ -145,7 +145,7 @@ def test_a_failure_of_the_list_is_shown_in_words(begin, caplog):
     assert of(lists, "b").failure.reason.startswith("its program failed (TypeError); ")
     notices = {each.text: each.remedy for each in coordinator.overviews.look("f").notices}
     assert notices[f"a: {diverged.cause}"].lower() == f"{diverged.advice}.".lower()
-    assert notices["b: its program failed (TypeError)"] == "The traceback in its own output says where."
+    assert notices["b: its program failed (TypeError)"] == "Read the traceback in its output."
     assert any(str(diverged) in each for each in caplog.messages)
     assert not any("training-diverged" in each for each in caplog.messages)
 
@@ -155,7 +155,7 @@ def test_a_failure_without_advice_has_no_remedy(begin):
     gone = Conditions(available=False, reason="interrupted/left")
     coordinator.devices.change(one.id, ChangeDevice(conditions=gone))
     notices = {each.text: each.remedy for each in coordinator.overviews.look("f").notices}
-    assert notices["a: its user has left"] is None
+    assert notices["a: its user left the federation"] is None
 
 
 def test_training_alone_is_the_devices_own_or_that_of_the_federation_local(begin, answer):

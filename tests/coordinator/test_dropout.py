@@ -206,7 +206,7 @@ def test_a_device_of_heterofl_may_leave_out_classes_and_nothing_else(coordinator
     where, device = assignment_of(coordinator, session), session.identity.device_id
     mask = first_neurons_up(session.manifest, 0.3)
     few = NeuronMask({**mask.active, "fc1": np.arange(3), CLASSES: np.arange(2)})
-    with pytest.raises(BadContent, match="mask: it is not the one of round 1 for a; fetch the assignment again"):
+    with pytest.raises(BadContent, match="mask: it differs from the mask of a in round 1; fetch the assignment again"):
         coordinator.acceptance.accept_update(where, device, forged(session, few, session.manifest))
     rows = NeuronMask({**mask.active, CLASSES: np.array([4, 7])})
     assert coordinator.acceptance.accept_update(where, device, forged(session, rows, session.manifest))

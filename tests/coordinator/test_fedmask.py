@@ -243,7 +243,7 @@ def test_signs_are_refused_where_a_method_has_none(coordinator, monkeypatch, cap
     )
     coordinator.rounds.advance()
     session.step()
-    assert "'signs' is no part of this message" in caplog.text
+    assert "'signs' is not a part of this message" in caplog.text
 
 
 @pytest.mark.integration

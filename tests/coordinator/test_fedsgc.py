@@ -768,7 +768,7 @@ def test_gradients_and_signs_are_not_asked_for_and_refused(coordinator):
         {"signs": np.zeros(model.mask.count, dtype=np.int8)},
     ):
         body = update(model, model.mask, parts=more)
-        with pytest.raises(BadContent, match="is no part of this message"):
+        with pytest.raises(BadContent, match="is not a part of this message"):
             coordinator.acceptance.accept_update(assignment.assignment_id, session.identity.device_id, body)
 
 
@@ -850,7 +850,7 @@ def test_updates_that_move_too_far_are_refused(coordinator, caplog, precision):
     assert coordinator.info().round == 1
     assert (coordinator.records.rounds("f")[0].handed_back, coordinator.info().model_version) == (2, 0)
     moved = re.findall(
-        r"values: they moved by (\S+) from what was sent \(2-norm\), the federation allows 1e-06", caplog.text
+        r"values: they moved by (\S+) from the payload \(2-norm\), but the federation allows 1e-06", caplog.text
     )
     assert all(0.01 < float(norm) < 100 for norm in moved)
     assert len(moved) >= 2
@@ -870,5 +870,5 @@ def test_only_updates_of_training_are_rounded(coordinator):
     assert {settings.precision_of("down", kind) for kind in Kind} == {"fp32"}
     body = update(coordinator.model(), coordinator.model().mask)
     assignment = assigned(coordinator, sessions[0])
-    with pytest.raises(BadContent, match="sent as fp32, the federation's precision is int8"):
+    with pytest.raises(BadContent, match="sent as fp32, but the federation's precision is int8"):
         coordinator.acceptance.accept_update(assignment.assignment_id, sessions[0].identity.device_id, body)

@@ -410,7 +410,7 @@ def test_differences_that_add_up_to_infinity_are_refused_and_end_nobody_else(coo
     assert coordinator.info().model_version == 1
     hostile, *honest = devices
     wrong = hostile.ask()
-    with pytest.raises(BadContent, match="with this difference a value is not finite; hand the assignment back"):
+    with pytest.raises(BadContent, match="a value plus this difference is not finite; return the assignment"):
         answer(hostile, wrong, moved=HUGE)
     hostile.hand_back(wrong, "refused")
     for device in honest:
@@ -466,9 +466,9 @@ def test_an_old_update_that_does_not_fit_todays_model_is_left_out_by_name(tmp_pa
         return record, model
 
     record, model = play(False)
-    assert record.left_out == {"b": "its values are not finite when they are added to the global model"}
+    assert record.left_out == {"b": "the sum of its values and the global model is not finite"}
     assert (record.updates, record.model_version) == (1, 1)
-    assert "f: round 2 leaves out b: its values are not finite" in caplog.text
+    assert "f: round 2 leaves out b: the sum of its values and" in caplog.text
     again, same = play(True)
     assert (again.left_out, same) == (record.left_out, model)
 
@@ -497,7 +497,7 @@ def test_where_nobody_can_be_told_the_old_model_stays_and_the_record_says_so(coo
     assert set(record.left_out) == set(NAMES)
     said = "moment: a value of inf does not fit fp32" if fault == "infinite" else "these cannot be summed"
     assert (
-        f"round 1 made no model, the one before stays: {'fedavg' if fault == 'error' else ''}" in record.left_out["a"]
+        f"round 1 made no new model, the old one stays: {'fedavg' if fault == 'error' else ''}" in record.left_out["a"]
     )
     assert said in record.left_out["a"]
     assert said in coordinator.info().warning

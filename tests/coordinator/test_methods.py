@@ -362,7 +362,7 @@ def test_a_federation_of_small_budgets_says_what_it_waits_for(coordinator):
     coordinator.play(*sessions)
     assert coordinator.info().status == "running"
     assert coordinator.info().waiting_for == (
-        "a device with a budget of at least 1, which fedavg needs; those that are there have less"
+        "a device with a budget of at least 1, which fedavg needs; the present devices have less"
     )
     coordinator.open_device("c")
     assert coordinator.info().waiting_for is None

@@ -172,7 +172,7 @@ def test_between_rounds_it_is_done_at_once_and_can_be_taken_back(coordinator, pl
 def test_what_cannot_be_gone_back_to_is_refused(coordinator, play):
     coordinator.create(rounds=6)
     play(coordinator, coordinator.enrol("a", "b"))
-    with pytest.raises(NotFound, match="has no model 3 any more; it has 0, 4, 5, 6"):
+    with pytest.raises(NotFound, match="no longer has model 3; choose one of 0, 4, 5, 6"):
         coordinator.change(action="rollback", model_version=3)
     with pytest.raises(BadContent, match="with the action rollback"):
         coordinator.change(action="rollback")

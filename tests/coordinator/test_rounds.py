@@ -93,7 +93,9 @@ def test_rounds_follow_each_other_until_the_last(coordinator, play):
     assert all(record.num_examples == 30 and record.train_loss == 0.5 for record in records)
     assert records[-1].model_sha256 == info.model_sha256
     assert len({record.model_sha256 for record in records}) == 3
-    with pytest.raises(Finished, match="finished after 3 rounds; nothing is left to do, your personal model stays"):
+    with pytest.raises(
+        Finished, match="finished after 3 rounds; no work is left; this device keeps its personal model"
+    ):
         devices[0].ask()
     assert not coordinator.rounds.advance()
 
@@ -384,7 +386,7 @@ def test_handing_back_ends_the_waiting_for_this_device_and_rests_it(coordinator,
     answer(busy)
     coordinator.rounds.advance()
     assert coordinator.record(3).cohort == ("a", "b")
-    with pytest.raises(RoundClosed, match="done already; nothing to hand back"):
+    with pytest.raises(RoundClosed, match="already done; ask for the next one"):
         busy.hand_back(done)
 
 
@@ -627,7 +629,7 @@ def test_a_lone_device_that_hands_back_does_not_use_up_the_rounds(coordinator, c
         if (assignment := hot.ask()) is not None:
             hot.hand_back(assignment)
     assert coordinator.info().round == 1
-    assert "a device that still trains" in coordinator.info().waiting_for
+    assert "an available device that still trains" in coordinator.info().waiting_for
     clock.pass_seconds(REST_SECONDS)
     coordinator.rounds.advance()
     assert coordinator.info().waiting_for is None
@@ -638,7 +640,7 @@ def test_an_update_that_moved_too_far_is_refused_where_a_limit_is_set(coordinato
     one, _ = coordinator.enrol("a", "b")
     coordinator.rounds.advance()
     assignment = one.ask()
-    with pytest.raises(BadContent, match=r"they moved by .* from what was sent .* the federation allows 1"):
+    with pytest.raises(BadContent, match=r"they moved by .* from the payload .* the federation allows 1"):
         one.send(assignment, train(DIGITS, assignment))
     mask = draw_neurons(DIGITS, NeuronDraw(**assignment.work.model_dump()))
     still = pack(DIGITS, initial_values(DIGITS, CALM.get("seed", 0)), mask)
@@ -801,8 +803,8 @@ def broken_updates(train, assignment):
     short = np.zeros(count_values(DIGITS, fewer), dtype=np.float32)
     return {
         "precision": bundle.encode(DIGITS, values, mask, precision="fp16", report=report),
-        "mask: it is not the one of round 1 for ": bundle.encode(DIGITS, short, fewer, report=report),
-        "not the one of round 1": bundle.encode(
+        "mask: it differs from the mask of ": bundle.encode(DIGITS, short, fewer, report=report),
+        "it differs from the mask of": bundle.encode(
             DIGITS, pack(DIGITS, initial_values(DIGITS, 0), None), None, report=report
         ),
         "num_examples": bundle.encode(DIGITS, values, mask, report='{"num_examples": 0, "steps": 1, "train_loss": 0}'),
@@ -885,7 +887,7 @@ def test_the_same_update_that_comes_again_at_once_is_kept(open_coordinator, tmp_
     coordinator = open_coordinator()  # which has nothing of it in memory
     coordinator.rounds.advance()
     assert coordinator.record(1).updates == 1
-    assert caplog.text.count("it is asked to train round 1 again") == 1
+    assert caplog.text.count("the device is asked to train round 1 again") == 1
 
 
 def test_who_does_not_send_it_again_in_time_is_left_out_in_the_record(open_coordinator, tmp_path, clock, answer):
@@ -902,7 +904,7 @@ def test_who_does_not_send_it_again_in_time_is_left_out_in_the_record(open_coord
     coordinator.rounds.advance()
     record = coordinator.record(1)
     assert (record.status, record.updates, record.expired) == ("closed", 1, 1)
-    assert list(record.left_out.values()) == ["its stored update was damaged, and no other came in time"]
+    assert list(record.left_out.values()) == ["its stored update was damaged, and it sent no other in time"]
     asyncio.run(coordinator.check_ready())
 
 

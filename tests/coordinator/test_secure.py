@@ -240,7 +240,7 @@ def test_too_few_survivors_are_not_unmasked(begin):
     assert record.notes["secure_without_sum"] == 1
     assert record.model_version == record.base_version == 0
     assert len(record.left_out) == 2
-    assert all("none is unmasked" in why for why in record.left_out.values())
+    assert all("so no sum is unmasked" in why for why in record.left_out.values())
     assert all("unmask" not in device.answered for device in devices)
 
 
@@ -393,7 +393,7 @@ def test_a_coordinator_that_is_killed_in_a_phase_goes_on(begin, open_coordinator
             {"task": "mnist", "noise_multiplier": 1.0, "update_clip": 0.01, "cohort": 100, "min_devices": 100},
             "secure_bits: rounding to 16 bits can lengthen an update by",
         ),
-        ({"method": "pfedgate"}, "secure: pfedgate cannot do with it"),
+        ({"method": "pfedgate"}, "secure: pfedgate does not support it"),
         ({"method": "local"}, "devices send no model"),
         ({"method": "heterofl"}, "set method_settings.rows = all"),
         ({"method": "fedsgc", "rounds": 20}, "set method_settings.adjust_interval = 0"),
@@ -402,7 +402,7 @@ def test_a_coordinator_that_is_killed_in_a_phase_goes_on(begin, open_coordinator
         ({"cohort": 5, "secure_colluders": 2}, "set cohort to 6$"),
         ({"cohort": 4, "secure_dropouts": 0.5}, "lower secure_dropouts or secure_colluders$"),
         ({"cohort": 8, "min_devices": 2}, "set min_devices to at least 3"),
-        ({"over_selection": 0.5}, "over_selection and extensions would bring devices in after the keys"),
+        ({"over_selection": 0.5}, "over_selection and extensions would add devices after the keys were exchanged"),
     ],
 )
 def test_what_cannot_be_secure_is_refused_by_name(open_coordinator, settings, said):
@@ -529,7 +529,7 @@ def test_an_update_without_a_true_statement_is_refused(begin, without_rest):
         (others, r"d00: .* not signed"),
         (own.model_copy(update={"scale": 64 * "1"}), r"d00: .* not signed"),
         (own.model_copy(update={"signature": before}), r"d00: .* not signed"),
-        (secure.Statement(**said, signature=signature), "states other devices"),
+        (secure.Statement(**said, signature=signature), "names other devices"),
     ]:
         with pytest.raises(BadContent, match=match):
             one.send(assignment, bundle.encode(DIGITS, values, None, report=one.report(secure=stated), extras=extras))
@@ -559,7 +559,7 @@ def test_who_states_another_model_costs_the_round_its_own_update_and_no_more(beg
     there = [each for each in devices if each.name != "d03"]
     np.testing.assert_allclose(moved(coordinator), mean_of(there), atol=rounding(there, 8))
     record = coordinator.record(1)
-    assert "another scale or model" in record.left_out["d03"]
+    assert "its scale or model differs" in record.left_out["d03"]
     assert devices[3].answered[:3] == ["keys", "shares", "train"]
     assert "unmask" not in devices[3].answered
 
@@ -570,7 +570,7 @@ def test_a_round_on_which_too_few_agree_has_no_sum(begin):
     record = coordinator.record(1)
     assert record.notes["secure_without_sum"] == 1
     assert record.model_version == record.base_version == 0
-    assert all("4 devices agree on who is left, 5 must" in why for why in record.left_out.values())
+    assert all("4 devices agree on the remaining devices, but 5 must" in why for why in record.left_out.values())
     assert all("unmask" not in device.answered for device in devices)
 
 

@@ -46,7 +46,7 @@ def test_a_silent_device_is_waited_for_no_longer_than_a_minute(coordinator, wait
     record = coordinator.record(1)
     assert (record.status, record.updates, record.expired, record.seconds) == ("closed", 1, 1, 60)
     assert coordinator.record(2).cohort == ("a",), "the other is away"
-    with pytest.raises(RoundClosed, match="no round waits for it any longer"):
+    with pytest.raises(RoundClosed, match="its round no longer waits for it"):
         gone.beat(late)
     answer(here)
     wait(coordinator, 5)

@@ -170,6 +170,6 @@ def test_an_update_without_the_votes_that_are_wanted_is_refused(coordinator, wro
     )
     with pytest.raises(
         BadContent,
-        match="no part of this message" if wrong == "gradients" else f"brings {wanted} signs beside its values",
+        match="not a part of this message" if wrong == "gradients" else f"must have {wanted} signs besides its values",
     ):
         coordinator.acceptance.accept_update(assignment.assignment_id, device, body)

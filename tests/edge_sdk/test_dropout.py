@@ -200,7 +200,7 @@ def test_equal_seeds_give_equal_bytes_and_the_part_alone_is_enough(manifest, met
 @pytest.mark.parametrize("method", EVERY)
 def test_another_part_is_refused(manifest, method):
     mask = NeuronMask({name: np.array([size - 1]) for name, size in manifest.group_sizes.items()})
-    with pytest.raises(BundleError, match=r"mask is not the assignment's|has only a part of the model"):
+    with pytest.raises(BundleError, match=r"mask differs from the assignment's|has only a part of the model"):
         load_method(method).train(job_of(manifest, mask=mask))
 
 

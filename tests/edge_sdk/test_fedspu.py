@@ -165,12 +165,12 @@ def test_a_first_download_that_is_not_whole_is_refused():
 
 def test_a_payload_under_another_mask_is_refused():
     first = NeuronMask({"h": np.array([0])})
-    with pytest.raises(BundleError, match="mask is not the assignment's"):
+    with pytest.raises(BundleError, match="mask differs from the assignment's"):
         FEDSPU.train(v6_job(payload(TWO_LAYERS, GLOBAL, first)))
 
 
 def test_a_missing_payload_is_refused():
-    with pytest.raises(BundleError, match="without its payload"):
+    with pytest.raises(BundleError, match="has no payload"):
         FEDSPU.train(v6_job(None))
 
 

@@ -174,7 +174,7 @@ WRONG = {
     "another domain": (of_domain, "only standard operators"),
     "an import of another domain": (import_domain, "uses operators of 'com.microsoft'"),
     "an older version": (older, "operators of version 20"),
-    "a function": (function, "brings functions"),
+    "a function": (function, "has its own functions"),
     "a loop": (loop, "'Loop'.*not accepted"),
     "a hidden graph": (hidden_graph, "holds a graph"),
     "an operator of no step": (add("NonZero", ["input"]), "'NonZero'.*not accepted"),
@@ -193,7 +193,7 @@ WRONG = {
     "the square of the batch": (SQUARE, "square of the batch"),
     "some samples alone": (SOME, "axis of 1 and 2 places"),
     "a size that hides": (HIDDEN, "size of a value is not known"),
-    "places out of nowhere": (PLACES, "places are not those of a maximum"),
+    "places out of nowhere": (PLACES, "indices are not those of a maximum"),
 }
 
 

@@ -134,7 +134,7 @@ def test_an_element_that_no_longer_exists_is_owed_nothing(small):
 
 
 def test_without_a_payload_there_is_nothing_to_differ_from(small):
-    with pytest.raises(BundleError, match="came without its payload"):
+    with pytest.raises(BundleError, match="has no payload"):
         round_update(job_of(small, received=False), Update(np.zeros(small.shared_values, np.float32)), {})
     part = job_of(small, mask=NEURONS)
     with pytest.raises(BundleError, match="a part of the model"):

@@ -263,7 +263,7 @@ def break_state(state, tmp_path, how):
     [
         ("empty", "holds no model.safetensors; give the state folder of a device that has trained"),
         ("damaged", "cannot be read"),
-        ("not trained", "holds no personal model yet"),
+        ("not trained", "has no personal model yet"),
         ("simulated", "a simulated device's difference"),
         ("other manifest", "was trained with another manifest"),
         ("no manifest", "is not a manifest"),

@@ -330,7 +330,7 @@ def test_without_labels_the_classes_must_agree():
     model, inputs = builtin("mnist")
     choice = choose(model, inputs * np.float32(1e-3), inputs, runs=3, clock=clock(3, 2, 1))
     assert choice.precision == "fp32"
-    assert choice.trials[1].refused.endswith("% of the samples get another class, more than 1.00%")
+    assert choice.trials[1].refused.endswith("% of the samples change class, more than 1.00%")
     assert choice.trials[1].accuracy is None
 
 

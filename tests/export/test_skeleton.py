@@ -162,7 +162,7 @@ def test_fill_writes_weights_and_metadata(proto, manifest):
     [
         ({"out.weight": TENSORS["out.weight"]}, "out.bias: its values are missing"),
         ({**TENSORS, "out.bias": np.zeros(3, np.float32)}, r"out.bias: the personal model has shape \(3,\)"),
-        ({**TENSORS, "out.bias": np.zeros(2)}, "of float64, the manifest says .* of float32"),
+        ({**TENSORS, "out.bias": np.zeros(2)}, "of float64, the manifest has .* of float32"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(proto, manifest, tensors, message):
@@ -226,7 +226,7 @@ HOSTILE = {
     "fixed batch": (set_fixed_batch, "fixed batch size"),
     "other input shape": (
         lambda m: setattr(m.graph.input[0].type.tensor_type.shape.dim[1], "dim_value", 4),
-        r"input has shape \(4,\) per sample, the manifest says \(3,\)",
+        r"input has shape \(4,\) per sample, but the manifest has \(3,\)",
     ),
     "input not a tensor": (lambda m: m.graph.input[0].ClearField("type"), "must be a tensor"),
     "cut wire": (lambda m: m.graph.node[0].input.__setitem__(0, "nowhere"), "reads a value that no earlier node makes"),

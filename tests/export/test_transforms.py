@@ -162,7 +162,7 @@ HOSTILE = {
     "the last axis": (dft(21, axis=2), "axis must be a constant"),
     "an axis far away": (dft(19, axis=7), "axis must be a constant"),
     "neither real nor complex": (dft(21, shape=(32, 3)), "must be 1, for real values, or 2"),
-    "the samples' axis": (dft(21, axis=0, onesided=1), "the preparation makes"),
+    "the samples' axis": (dft(21, axis=0, onesided=1), "the preparation returns"),
     "countless bands": (mel(bands=2**40), "input 0 must be one constant"),
     "many bands": (mel(bands=2**20, length=2**16), "predicted to take"),
     "bands beyond the spectrum": (mel(highest=16000.0), "do not lie within the spectrum"),
@@ -175,7 +175,7 @@ HOSTILE = {
     "scales that are none": (resize(scales=[1, 1, np.nan, 1]), "is not above 0"),
     "nothing": (resize(scales=[1, 1, 0, 0]), "is not above 0"),
     "less than nothing": (resize(sizes=[1, 3, -4, 4]), "is not above 0"),
-    "more samples": (resize(scales=[2, 1, 1, 1]), "the preparation makes"),
+    "more samples": (resize(scales=[2, 1, 1, 1]), "the preparation returns"),
     "one side as the other": (
         resize(sizes=[4, 4], axes=[2, 3], keep_aspect_ratio_policy="not_smaller"),
         "keeps an aspect ratio",

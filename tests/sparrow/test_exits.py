@@ -430,7 +430,7 @@ def test_samples_that_are_no_numbers_are_named_and_not_predicted(fails, model, t
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 def test_an_output_that_does_not_fit(fails, model):
     line = fails(Exit.FULL, "predict", *model, "--output", "/dev/full")
-    assert "/dev/full cannot be written: No space left on device; make room" in line
+    assert "/dev/full cannot be written: No space left on device; free some space" in line
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
@@ -453,7 +453,7 @@ def test_a_full_disk_keeps_a_device_from_beginning(fails, guarded, small_disk, m
     monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", ENROLMENT)
     where = ["--server", guarded, "--device-name", "full", "--data", "index=0,of=2", "--wait", "0", "--quiet"]
     line = fails(Exit.FULL, "join", *where, "--budget", "1", "--policy", "none", "--state-dir", small_disk / "device")
-    assert "make room, and give the same command again" in line
+    assert "free some space and run the command again" in line
 
 
 def test_a_full_disk_keeps_the_operator_from_tokens_and_backups(fails, sparrow, small_disk, tmp_path, monkeypatch):
@@ -654,7 +654,7 @@ def test_a_full_disk_is_found_beneath_what_was_made_of_it():
         code, text = explain(error)
     assert (code, text) == (
         Exit.FULL,
-        "the state cannot be written; make room, and give the same command again",
+        "the state cannot be written; free some space and run the command again",
     )
 
 

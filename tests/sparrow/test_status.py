@@ -246,7 +246,7 @@ def test_no_link_is_made_that_leads_phones_nowhere(fails, open_lab, named, monke
     line = fails(Exit.USAGE, "status", "default", "--server", "https://localhost", "--join-link")
     assert line.endswith("sparrow status default --server https://HOST --join-link")
     line = fails(Exit.NOT_FOUND, "status", "alone", "--server", named(open_lab), "--join-link")
-    assert "no page can take part in alone: ditto needs devices with the SDK" in line
+    assert "pages cannot take part in alone: ditto needs devices with the SDK" in line
     assert "there is no federation 'none'" in fails(
         Exit.NOT_FOUND, "status", "none", "--server", named(open_lab), "--join-link"
     )

@@ -69,7 +69,7 @@ def test_what_was_acknowledged_survives_whenever_the_coordinator_dies(coordinato
         send(path, CROWD + 1)
     for codes in acknowledged.values():
         assert codes.count(201) <= 1
-    coordinator.wait_for_log("round 1 closes, 15 updates in its model")
+    coordinator.wait_for_log("round 1 closed with 15 updates")
     (record,) = coordinator.rounds("crowd")
     assert record["updates"] == CROWD
 

@@ -348,7 +348,7 @@ def test_keys_alone_are_enough(coordinator, open_page):
     expect(page.locator("#samples")).to_contain_text("12 samples")
     expect(label(page, 0)).to_contain_text("6")
     keys.press("Space", "Shift+ArrowDown", "Backspace", "2")
-    expect(page.locator("#data-said")).to_have_text("Nothing is drawn yet.")
+    expect(page.locator("#data-said")).to_have_text("Draw something first.")
 
     keys.reach(page.get_by_label("Name of this device"))
     keys.press("Control+a")
@@ -359,7 +359,7 @@ def test_keys_alone_are_enough(coordinator, open_page):
     phase(page, "training")
     keys.use("Pause")
     phase(page, "paused")
-    expect(page.locator("#detail")).to_contain_text("its user has paused it")
+    expect(page.locator("#detail")).to_contain_text("you pressed Pause")
     expect(page.get_by_role("button", name="Go on", exact=True)).to_be_focused()
     keys.press("Enter")
     phase(page, "training")
@@ -376,7 +376,7 @@ def test_keys_alone_are_enough(coordinator, open_page):
     with page.expect_download():
         keys.press("Enter")
 
-    keys.use("Go on taking part")
+    keys.use("Continue")
     wait_until(lambda: coordinator.info("lab")["round"] > rounds + 1, "more rounds")
     keys.use("Forget me")
     dialog = page.get_by_role("dialog", name="Forget this device?")
@@ -404,7 +404,7 @@ def test_over_plain_http_it_takes_part_and_says_what_needs_https(new_coordinator
     finger, chance = Finger(page), np.random.default_rng(7)
     finger.give([0, 1] * 6, chance)
     expect(page.locator("#limits")).to_contain_text("This page came over plain HTTP")
-    expect(page.locator("#limits")).to_contain_text("no motion sensors, no live camera and only one thread")
+    expect(page.locator("#limits")).to_contain_text("motion sensors and live camera are not available")
     page.get_by_role("tab", name="Pictures").tap()
     expect(page.locator("#picture-hint")).to_contain_text("A live camera in this page needs HTTPS")
     expect(page.get_by_role("button", name="Open the camera")).to_be_hidden()
@@ -446,7 +446,7 @@ def test_another_name_is_taken_where_the_first_was_not_free(coordinator, open_pa
     finger.give([0, 1] * 6, np.random.default_rng(7))
     page.get_by_label("Name of this device").fill("taken")
     finger.press("Take part")
-    expect(page.locator("#detail")).to_have_text(re.compile("has this name; choose another one"))
+    expect(page.locator("#detail")).to_have_text(re.compile("has this name; choose a different one"))
     page.troubles.clear()  # Chromium notes a 409 as an error
     page.get_by_label("Name of this device").fill("free")
     finger.press("Take part")
@@ -464,7 +464,7 @@ def test_a_device_whose_federation_was_deleted_can_be_forgotten(coordinator, ope
     coordinator.http.delete("/v1/federations/lab").raise_for_status()
     coordinator.create("lab", **ALONE)
     page.reload()
-    expect(page.get_by_role("alert")).to_contain_text("this federation was deleted by its operator")
+    expect(page.get_by_role("alert")).to_contain_text("the operator deleted this federation")
     finger.press("Forget me")
     page.get_by_role("dialog").get_by_role("button", name="Forget me").tap()
     phase(page, "ready")
@@ -485,7 +485,7 @@ def test_who_leaves_and_is_forgotten_need_not_wait_for_a_coordinator_that_is_awa
     finger.press("Forget me")
     page.get_by_role("dialog").get_by_role("button", name="Forget me").tap()
     phase(page, "opening")
-    expect(page.locator("#opening")).to_have_text(re.compile("the coordinator does not answer; tries again in"))
+    expect(page.locator("#opening")).to_have_text(re.compile("the coordinator does not answer; retrying in"))
     assert page.evaluate(KEPT) == []
     coordinator.start()
     phase(page, "ready")
@@ -503,7 +503,7 @@ def test_where_all_tokens_are_set_the_page_needs_none_and_its_calls_do(new_coord
     server.http.headers["Authorization"] = "Bearer the-chief-s-secret"
     server.create("lab", **ALONE, rounds=2, local_epochs=5)
     page = open_page(f"{server.url}/join/lab", **PHONE)
-    expect(page.get_by_role("alert")).to_contain_text(re.compile("[Aa]n enrolment token is needed to"))
+    expect(page.get_by_role("alert")).to_contain_text("this link has no valid enrolment token")
     expect(page.get_by_role("button", name="Try again")).to_be_visible()
     expect(page.locator("#data")).to_be_hidden()
     page.troubles.clear()  # Chromium notes a 401 as an error

@@ -329,7 +329,7 @@ def test_a_page_of_this_machine_invites_phones_to_its_address_in_the_network(coo
     dialog = page.get_by_role("dialog", name="Invite a phone")
     expect(dialog.get_by_label("Enrolment token")).to_be_hidden()
     if in_network() is None:
-        expect(dialog.get_by_role("alert")).to_contain_text("this machine is in no network")
+        expect(dialog.get_by_role("alert")).to_contain_text("this machine is not connected to a network")
         page.troubles.clear()  # Chromium notes a 422 as an error
     else:
         text = coordinator.url.replace("127.0.0.1", in_network()) + "/join/lab"

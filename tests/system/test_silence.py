@@ -45,7 +45,7 @@ def test_a_long_training_is_waited_for_and_a_dead_device_is_not(coordinator, tmp
         target=lambda: results.append(join(coordinator.url, task, options=JoinOptions(budget=1.0), quiet=True, **where))
     )
     thread.start()
-    coordinator.wait_for_log(r"f: silent for more than 1 s, so nobody waits for dead")
+    coordinator.wait_for_log(r"f: no longer waiting for devices silent for more than 1 s: dead")
     coordinator.wait_for_log(r"POST /v1/assignments/\w+/heartbeat HTTP/1.1\" 204", times=9)  # three times as long
     released.set()
     thread.join(60)

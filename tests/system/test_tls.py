@@ -264,7 +264,7 @@ def test_files_that_cannot_be_used_are_named(files, tmp_path):
     rubbish.write_text("no certificate")
     for tls, said in (
         (Tls(ca=tmp_path / "none.pem"), "--ca: there is no file"),
-        (Tls(ca=rubbish), "holds no certificates in PEM format"),
+        (Tls(ca=rubbish), "has no certificates in PEM format"),
         (Tls(files.ca, certificate, files.server[1]), "the key that belongs to it"),
         (Tls(files.ca, certificate), "the key that belongs to it"),
         (Tls(files.ca, key=key), "--client-key needs --client-cert"),

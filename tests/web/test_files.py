@@ -223,7 +223,7 @@ HOSTILE = {
     "more than a page takes": (announcing_gibibytes(), "more than 1 GiB"),
     "fewer than it inflates to": (squeezed(100_000, 1000), "more than the 1000 bytes"),
     "more than it inflates to": (squeezed(100_000, 100_001), "has 100000 bytes, and announces 100001"),
-    "not deflated": (lying_inside(PACKED), "is no deflated data"),
+    "not deflated": (lying_inside(PACKED), "is not deflated data"),
     "encrypted": (changed(PLAIN, "directory", 8, "<H", 1), "encrypted"),
     "another compression": (zipped({"x.npy": b"abc"}, zipfile.ZIP_BZIP2), "compressed by method 12"),
     "an entry outside": (changed(PLAIN, "directory", 42, "<I", 900), "lies outside"),
@@ -236,8 +236,8 @@ HOSTILE = {
     "bytes that are no text": (saved({"x": np.array([b"\xff"])}), "x holds bytes that are not UTF-8"),
     "beyond 2^53": (saved({"x": np.array([2**53 + 1])}), "9007199254740993, which is beyond 2^53"),
     "below -2^53": (saved({"x": np.array([-(2**60)])}), "beyond 2^53"),
-    "no array inside": (zipped({"x.npy": b"x" * 200}), "x is no array"),
-    "no byte inside": (zipped({"x.npy": b""}), "x is no array"),
+    "no array inside": (zipped({"x.npy": b"x" * 200}), "x is not an array"),
+    "no byte inside": (zipped({"x.npy": b""}), "x is not an array"),
     "a version to come": (rewritten(header(), version=b"\4\0"), "version 4.0"),
     "a shape beyond the values": (rewritten(header(shape="(1000000000, 1000)")), "has 8 bytes of values"),
     "a shape beyond numbers": (rewritten(header(shape=f"({'9' * 40},)")), "has the shape (999"),
@@ -248,7 +248,7 @@ HOSTILE = {
     "a long header": (rewritten(header() + " " * 20_000), "a header of 200"),
     "a header longer than the file": (changed(PLAIN, "array", 8, "<H", 60_000), "check sum"),
     "many empty texts": (rewritten(header("'<U0'", shape="(1000000000000,)"), b""), "1000000000000 texts"),
-    "a text of no characters": (rewritten(header("'<U1'"), b"\xff\xff\xff\xff"), "no character"),
+    "a text of no characters": (rewritten(header("'<U1'"), b"\xff\xff\xff\xff"), "invalid character"),
 }
 
 

@@ -348,7 +348,7 @@ def test_no_answer_is_read_beyond_what_its_kind_can_have(alone, name):
         assert found.outcome == "true", "nothing depends on it"
     else:
         assert found.outcome.startswith("Stopped")
-        assert found.met[0][0] in (f"the answer is longer than {most} bytes", "more came than was announced")
+        assert found.met[0][0] in (f"the answer is longer than {most} bytes", "the answer is longer than announced")
 
 
 @pytest.mark.parametrize("name", ["federation", "manifest", "a payload", "a large update"])
@@ -467,7 +467,7 @@ def test_work_with_wrong_types_is_asked_for_again(alone):
         wrong(server, always(200, json.dumps(case).encode(), Content_Type=ASSIGNMENT_TYPE))
         found = call("work")
         assert found.outcome.startswith("Stopped"), case
-        assert "cannot be read; reload this page, which may be older" in found.met[0][0]
+        assert "cannot be read; reload this page, which may be out of date" in found.met[0][0]
         wrong(server, always(200, json.dumps({"new": True, "next": case}).encode(), Content_Type=ASSIGNMENT_TYPE))
         assert call("an update").outcome.startswith("Stopped"), case
 
@@ -760,11 +760,9 @@ def test_a_round_outside_of_the_signed_ranges_is_handed_back(lab, signed_page):
     page = signed_page
     assert page.state["signed"] == f"signed by {Publisher.load().fingerprint}"
     since = lab.coordinator.log_size()
-    why = "the publisher of the model has not signed this: local_steps is 1, allowed is local_steps>=2"
+    why = "the publisher of the model did not sign this: local_steps is 1, allowed is local_steps>=2"
     wrong(lab.server, said("settings", "local_steps", value=1), "GET", f"/{SIGNED}/assignment")
-    lab.coordinator.wait_for_log(
-        "hands back train: it was given work outside of the ranges that the publisher", since=since
-    )
+    lab.coordinator.wait_for_log("returned train: its work is outside the ranges that the publisher", since=since)
     page.wait_for(f"state.detail.includes({json.dumps(why)})")
     rounds = page.state["rounds"]
     lab.server.fault = None
@@ -794,7 +792,7 @@ def test_another_publisher_is_refused_when_the_page_is_opened_again(lab, signed_
     wrong(lab.server, another, "GET", f"{path}(/publication)?$")
     page = PageDevice(context, lab.server.url, SIGNED)
     page.wait_for("state.phase === 'failed'")
-    assert f"signed by another publisher: {other.fingerprint} in place of" in page.state["detail"]
+    assert f"signed by another publisher: {other.fingerprint} instead of" in page.state["detail"]
     assert page.state["federation"] is None, "it takes no part"
     lab.server.fault = None
     page.send(do="open", federation=SIGNED, token=None)

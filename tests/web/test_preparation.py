@@ -183,7 +183,7 @@ def test_a_model_that_is_too_large_is_refused_by_both(modules, what):
     with pytest.raises(ValueError, match=r"publish a (smaller )?model"):
         Manifest.model_validate_json(json.dumps(said))
     found = modules(READ, module="manifest.js", argument=json.dumps(said))
-    assert found.startswith("ProtocolError: the manifest describes a model that is too large")
+    assert found.startswith("ProtocolError: the model is too large")
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -308,14 +308,14 @@ WRONG_GRAPHS = {
 def test_other_graphs_than_the_described_one_are_refused(modules, case):
     manifest = manifest_of(BuiltPreparation(b"", Preparation(shape=(3,))), (3,))
     found = on_the_page(modules, manifest, graph_of(*WRONG_GRAPHS[case]), np.zeros((2, 3), np.float32))
-    assert found == "ProtocolError: the preparation's graph is not the one that the manifest describes"
+    assert found == "ProtocolError: the preparation's graph does not match the manifest"
 
 
 @needs_runtime
 def test_what_is_no_graph_is_refused(modules):
     manifest = manifest_of(BuiltPreparation(b"", Preparation(shape=(3,))), (3,))
     found = on_the_page(modules, manifest, b"no graph at all", np.zeros((2, 3), np.float32))
-    assert found.startswith("ProtocolError: the graph of preparation cannot be run in this browser")
+    assert found.startswith("ProtocolError: this browser cannot run the graph preparation")
 
 
 # --- what is drawn, photographed and recorded ------------------------------------------------------------------------
@@ -448,6 +448,6 @@ def test_a_model_without_preparation_gets_its_properties(modules):
 def test_what_cannot_be_one_model_is_refused(modules):
     preparation = built("rows")[0].graph
     assert composed(modules, linear(5, opset=18), preparation) == (
-        "ProtocolError: preparation and model use other versions of operators"
+        "ProtocolError: preparation and model use different versions of operators"
     )
     assert composed(modules, linear(5), b"\x3a\x05ab") == "ProtocolError: the model's ONNX file cannot be read"

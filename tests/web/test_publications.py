@@ -321,8 +321,8 @@ def test_a_link_pins_a_publisher(modules):
         met(author=None, pinned=OTHER.fingerprint),
         met(pinned=vectors.AUTHOR.fingerprint),
     )
-    assert "and the link names the publisher" in wrong
-    assert "is not signed, and the link names the publisher" in unsigned
+    assert "but the link names the publisher" in wrong
+    assert "is not signed, but the link names the publisher" in unsigned
     assert right == LINE
 
 
@@ -341,10 +341,10 @@ def test_a_model_that_is_not_the_signed_one_is_refused(modules):
     )
     said = [each[0] for each in found]
     assert said[0] == LINE
-    assert "task is not as its publisher has signed it" in said[1]
-    assert "the step of ward-3 is not the one that its publisher has signed" in said[2]
-    assert "has no publication of ward-3, although it names a publisher" in said[3]
-    assert "the signature of the publication is not that of its publisher" in said[4]
+    assert "task differs from the signed manifest" in said[1]
+    assert "the step of ward-3 is not the one that its publisher signed" in said[2]
+    assert "names a publisher of ward-3 but has no publication" in said[3]
+    assert "the signature of the publication is not valid" in said[4]
     assert "the manifest of ward-3 is not the one" in said[5]
 
 
@@ -352,7 +352,7 @@ def test_a_model_that_is_not_the_signed_one_is_refused(modules):
 def test_an_edition_does_not_go_back(modules):
     found = trusting(modules, met(edition=2), met(edition=1), met(edition=3))
     assert found[0][0] == LINE
-    assert "gone back from edition 2 of the model to 1" in found[1][0]
+    assert "went back from edition 2 of the model to 1" in found[1][0]
     assert found[2][0] == LINE
 
 
@@ -379,12 +379,12 @@ def test_rounds_keep_to_the_signed_ranges(modules):
     )
     said = [each[0] for each in found]
     assert said[0] == LINE
-    assert "has not signed this: learning_rate is 0.75, allowed is learning_rate<=0.5" in said[1]
+    assert "did not sign this: learning_rate is 0.75, allowed is learning_rate<=0.5" in said[1]
     assert "local_steps is 4, allowed is local_steps>=5" in said[2]
     assert "batch_size is 1" in said[3], "what no range names keeps its value, or becomes more private"
-    assert "the round is one of fedprox, the federation of fedavg" in said[4]
-    assert "secure aggregation, which a page cannot do" in said[5]
-    assert "a round would take 4 local steps" in said[6]
+    assert "the round uses the method fedprox, the federation fedavg" in said[4]
+    assert "secure aggregation, which a page does not support" in said[5]
+    assert "a round would have 4 local steps" in said[6]
     assert said[7] == LINE
 
 
@@ -399,4 +399,4 @@ def test_settings_that_nobody_signed_stay_as_they_were_first_met(modules):
     )
     said = [each[0] for each in found]
     assert said[:2] == ["not signed", "not signed"], "a cohort is the operator's"
-    assert "has changed settings since this page was first opened: learning_rate is 0.75, was" in said[2]
+    assert "changed settings since this page was first opened: learning_rate is 0.75, was" in said[2]

@@ -98,7 +98,7 @@ async function findEnd(blob) {
     if (offset + size !== start + at) throw damaged("its directory is not where it says");
     return { count, size, offset };
   }
-  throw damaged("it ends too early, or is no zip file");
+  throw damaged("it ends too early, or is not a zip file");
 }
 
 /** One entry of the directory, which has `length` bytes there. */
@@ -142,7 +142,7 @@ async function inflate(part, name, size) {
   let at = 0;
   for (;;) {
     const { done, value } = await reader.read().catch((error) => {
-      throw error instanceof DOMException ? error : damaged(`${name} is no deflated data`);
+      throw error instanceof DOMException ? error : damaged(`${name} is not deflated data`);
     });
     if (done) break;
     if (at + value.length > size) {
@@ -213,7 +213,7 @@ function parseArray(name, bytes) {
 function readHeader(name, bytes) {
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.length);
   if (bytes.length < 10 || view.getUint32(0) !== 0x934e554d || view.getUint16(4) !== 0x5059) {
-    throw damaged(`${name} is no array`);
+    throw damaged(`${name} is not an array`);
   }
   const version = bytes[6];
   if (![1, 2, 3].includes(version) || bytes[7] !== 0) {
@@ -282,7 +282,7 @@ function texts(bytes, count, length) {
   const characters = new Uint32Array(bytes.buffer, bytes.byteOffset, count * length);
   return Array.from({ length: count }, (_, i) => {
     const own = characters.subarray(i * length, (i + 1) * length);
-    if (own.some((code) => code > 0x10ffff)) throw damaged("a text holds what is no character");
+    if (own.some((code) => code > 0x10ffff)) throw damaged("a text has an invalid character");
     return String.fromCodePoint(...own).replace(/\0+$/, "");
   });
 }

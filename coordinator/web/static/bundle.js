@@ -1,6 +1,6 @@
 /**
- * Packed values on the wire: `sparrow/protocol/bundle.py`, for whole models and masks of neurons. Decoding is as strict:
- * every length is checked against the manifest before anything is read.
+ * Packed values on the wire: `sparrow/protocol/bundle.py`, for whole models and masks of neurons. Every length is checked
+ * against the manifest before values are read.
  */
 import { BundleError, ProtocolError, TrainingDiverged } from "./errors.js";
 import { fromHalf, pythonJson, sum } from "./manifest.js";
@@ -13,7 +13,7 @@ const WIDTHS = { F32: 4, F16: 2, BF16: 2, I8: 1, U8: 1 };
 const DTYPES = { fp32: "F32", fp16: "F16", bf16: "BF16", int8: "I8" };
 const METADATA = ["manifest", "mask", "report", "sha256", "sparrow"];
 
-/** Upper bound on the bytes of a payload of this model: a longer one is refused unread. */
+/** Return an upper bound on the bytes of a payload of this model. */
 export function largestPayload(manifest) {
   const neurons = 4 * sum([...manifest.groups.values()]) + 4 * manifest.groups.size;
   return 8 + MAX_HEADER + 4 * manifest.sharedValues + neurons;
@@ -33,13 +33,13 @@ export function decode(body, manifest) {
   checkLayout(entries, body.length - start);
   const data = new Map([...entries].map(([name, { low, high }]) => [name, body.subarray(start + low, start + high)]));
   if (digestOf(header, [...data.values()]) !== metadata.sha256) {
-    throw new BundleError("the bundle's digest does not match its content: it was damaged on the way");
+    throw new BundleError("the bundle's digest does not match its content");
   }
-  if (data.has("scales")) throw new BundleError("scales belong to updates, and this is a payload");
+  if (data.has("scales")) throw new BundleError("the payload has scales, which only updates have");
   const mask = readMask(manifest, metadata.mask, data.get("mask"));
   const { dtype, count } = entries.get("values");
   const wanted = countValues(manifest, mask);
-  if (count !== wanted) throw new BundleError(`the bundle holds ${count} values, its mask covers ${wanted}`);
+  if (count !== wanted) throw new BundleError(`the bundle has ${count} values, but its mask covers ${wanted}`);
   const values = fromBytes(data.get("values"), dtype);
   if (!values.every(Number.isFinite)) throw new BundleError("a value of the bundle is not finite");
   return { values, mask, parts: { header: start, ...Object.fromEntries([...data].map(([name, part]) => [name, part.length])) } };
@@ -47,7 +47,7 @@ export function decode(body, manifest) {
 
 /**
  * Return an update as a bundle, Uint8Array. values: Float32Array [n], or { numbers: Int8Array [n], scales: Float32Array
- * [rows] } in int8. draw: what the mask was drawn from. Throws TrainingDiverged for a value that is not finite in the
+ * [rows] } in int8. draw: the draw of the mask. Throws TrainingDiverged for a value that is not finite in the
  * precision.
  */
 export function encode(manifest, values, mask, { draw = null, precision = "fp32", report = "" } = {}) {
@@ -87,8 +87,8 @@ function readHeader(body) {
   if (body.length < 8) throw new BundleError(`${body.length} bytes are too few for a bundle`);
   const view = new DataView(body.buffer, body.byteOffset, 8);
   const length = view.getUint32(0, true) + view.getUint32(4, true) * 2 ** 32;
-  if (length > MAX_HEADER) throw new BundleError(`the header claims ${length} bytes, at most ${MAX_HEADER} are accepted`);
-  if (length > body.length - 8) throw new BundleError("the bundle ends within its header: truncated");
+  if (length > MAX_HEADER) throw new BundleError(`the header claims ${length} bytes; at most ${MAX_HEADER} are accepted`);
+  if (length > body.length - 8) throw new BundleError("the bundle is truncated: it ends within its header");
   let header;
   try {
     header = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(body.subarray(8, 8 + length)));
@@ -98,7 +98,7 @@ function readHeader(body) {
   const named = isRecord(header) ? Object.keys(header) : [];
   const known = named.every((name) => name === "__metadata__" || PARTS.includes(name));
   if (!known || !named.includes("__metadata__") || !named.includes("values")) {
-    throw new BundleError("the header must hold __metadata__, values, and parts of a bundle alone");
+    throw new BundleError("the header must have __metadata__, values, and no entries other than parts of a bundle");
   }
   return { header, start: 8 + length };
 }
@@ -108,9 +108,9 @@ const isRecord = (value) => value !== null && typeof value === "object" && !Arra
 function readMetadata({ __metadata__: metadata }) {
   const named = isRecord(metadata) ? Object.keys(metadata).sort() : [];
   if (named.join() !== METADATA.join() || !Object.values(metadata).every((each) => typeof each === "string")) {
-    throw new BundleError("the metadata must hold sparrow, manifest, mask, report and sha256 as text");
+    throw new BundleError("the metadata must have sparrow, manifest, mask, report and sha256 as text");
   }
-  if (metadata.sparrow !== "1") throw new BundleError("the bundle has another format than this page reads; reload it");
+  if (metadata.sparrow !== "1") throw new BundleError("this page cannot read the bundle's format; reload the page");
   return metadata;
 }
 
@@ -120,7 +120,7 @@ function readEntry(header, name) {
     && typeof entry.dtype === "string" && entry.shape?.length === 1 && entry.data_offsets?.length === 2;
   const [count, low, high] = sound ? [entry.shape[0], ...entry.data_offsets] : [];
   if (!sound || ![count, low, high].every((each) => Number.isSafeInteger(each) && each >= 0)) {
-    throw new BundleError(`${name}: the header must give a dtype, a shape of one number and two offsets`);
+    throw new BundleError(`${name}: the header must have a dtype, a shape of one number and two offsets`);
   }
   const allowed = name === "values" ? ["F32", "F16", "BF16"] : name === "mask" ? ["U8"] : ["F32"];
   if (!allowed.includes(entry.dtype)) throw new BundleError(`${name}: dtype ${entry.dtype.slice(0, 20)} is not accepted`);
@@ -131,10 +131,10 @@ function readEntry(header, name) {
 function checkLayout(entries, length) {
   let end = 0;
   for (const [name, { low, high }] of entries) {
-    if (low !== end) throw new BundleError(`${name}: begins at byte ${low} of the data, ${end} expected`);
+    if (low !== end) throw new BundleError(`${name}: begins at byte ${low} of the data, expected ${end}`);
     end = high;
   }
-  if (end !== length) throw new BundleError(`the header accounts for ${end} bytes of data, ${length} follow`);
+  if (end !== length) throw new BundleError(`the header describes ${end} bytes of data, but ${length} follow`);
 }
 
 function digestOf(header, parts) {
@@ -163,14 +163,14 @@ function readMask(manifest, text, data = new Uint8Array()) {
   } catch (error) {
     throw error instanceof ProtocolError ? new BundleError(error.message) : error;
   }
-  throw new BundleError("the mask has none of the forms full, draw, bits, index and first");
+  throw new BundleError("the mask's form must be full, draw, bits, index or first");
 }
 
 function firstNeurons(manifest, counts) {
   const sizes = [...manifest.groups];
   const sound = Array.isArray(counts) && counts.length === sizes.length
     && counts.every((count, place) => Number.isInteger(count) && count >= 1 && count <= sizes[place][1]);
-  if (!sound) throw new BundleError("the mask must say of each group how many of its neurons come first");
+  if (!sound) throw new BundleError("the mask must have the number of first neurons of each group");
   return new Map(sizes.map(([group], place) => [group, Int32Array.from({ length: counts[place] }, (_, index) => index)]));
 }
 
@@ -188,7 +188,7 @@ function fromIndex(manifest, data) {
     mask.set(group, Int32Array.from({ length: count }, (_, index) => read(first + index * width)));
     start = end;
   }
-  if (start !== data.length) throw new BundleError("the mask goes on behind its index lists");
+  if (start !== data.length) throw new BundleError("the mask has bytes after its index lists");
   checkMask(manifest, mask);
   return mask;
 }
@@ -212,13 +212,13 @@ function fromBytes(data, dtype) {
 
 /** Return little-endian bytes of float32 values in a precision of the wire. */
 function toBytes(values, precision) {
-  if (!values.every(Number.isFinite)) throw new TrainingDiverged("a value is not finite: training diverged", "training-diverged/values");
+  if (!values.every(Number.isFinite)) throw new TrainingDiverged("training diverged: a value is not finite", "training-diverged/values");
   if (precision === "fp32") return new Uint8Array(values.buffer, values.byteOffset, values.byteLength);
   const bits = new Uint32Array(values.buffer, values.byteOffset, values.length);
   const short = Uint16Array.from(bits, precision === "fp16" ? toHalf : toBrain);
   const infinite = precision === "fp16" ? 0x7c00 : 0x7f80;
   if (short.some((each) => (each & infinite) === infinite)) {
-    throw new TrainingDiverged(`a value does not fit ${precision}: the operator can choose fp32`, "training-diverged/values");
+    throw new TrainingDiverged(`a value does not fit ${precision}; ask the operator to choose precision=fp32`, "training-diverged/values");
   }
   return new Uint8Array(short.buffer);
 }

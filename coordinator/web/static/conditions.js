@@ -1,10 +1,10 @@
-// When this device should not train now, as far as a browser can tell, and keeping its screen on.
+// The conditions for training that a browser can check, and the lock that keeps the screen on.
 
 /** Watches the battery, the connection and whether the page is in front. */
 export class Conditions {
   #battery = null;
 
-  /** @param {() => void} changed called where something that is watched has changed */
+  /** @param {() => void} changed called after a change of a condition */
   constructor(changed) {
     this.changed = changed;
     this.wanted = { charging: false, unmetered: false, front: false };
@@ -18,7 +18,7 @@ export class Conditions {
     this.#battery?.addEventListener("chargingchange", this.changed);
   }
 
-  /** What the browser can tell: of a metered connection only where it knows the kind, or was told to save data. */
+  /** The conditions that this browser can check. A connection only if its kind is known, or the user saves data. */
   get canTell() {
     const { connection } = navigator;
     return {
@@ -27,7 +27,7 @@ export class Conditions {
     };
   }
 
-  /** Why to pause now by what is wanted: "charging", "network" or "hidden"; null for no reason. */
+  /** The wanted condition that is not met: "charging", "network" or "hidden"; else null. */
   get reason() {
     const { charging, unmetered, front } = this.wanted;
     if (charging && this.#battery && !this.#battery.charging) return "charging";
@@ -36,17 +36,17 @@ export class Conditions {
   }
 }
 
-/** Keeps the screen on while someone wants it, where the browser lets it. */
+/** Keeps the screen on while a caller wants it, if the browser supports it. */
 class Screen {
   #wanting = new Set();
   #lock = null;
 
   constructor() {
-    document.addEventListener("visibilitychange", () => this.#update()); // the browser lets go of it in the background
+    document.addEventListener("visibilitychange", () => this.#update()); // the browser releases the lock in the background
   }
 
   /**
-   * @param {string} who wants it or no longer does
+   * @param {string} who the caller
    * @param {boolean} wanted
    */
   keepOn(who, wanted) {
@@ -62,7 +62,7 @@ class Screen {
       await this.#lock?.release();
       this.#lock = null;
     } else if (document.visibilityState === "visible" && (this.#lock === null || this.#lock.released)) {
-      this.#lock = await navigator.wakeLock.request("screen").catch(() => null); // refused where the battery is low
+      this.#lock = await navigator.wakeLock.request("screen").catch(() => null); // refused if the battery is low
       if (this.#wanting.size === 0) this.#update();
     }
   }

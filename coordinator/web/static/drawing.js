@@ -1,4 +1,4 @@
-// A canvas to draw on by touch, pen, mouse and keyboard, and the picture that a model gets of it.
+// A canvas to draw on by touch, pen, mouse and keyboard, and its conversion to the model's input.
 
 const INK = 32; // grey levels from which a pixel counts as drawn
 const SMALL_SIDE = 16; // pictures up to this side are placed as the 8 x 8 digits are, larger ones as MNIST is
@@ -12,7 +12,7 @@ const STEP = 1 / 40; // how far an arrow key moves the pen, in sides of the canv
 const isSmall = ([, height, width]) => Math.max(height, width) <= SMALL_SIDE;
 
 /**
- * Scale a part of a grey picture by exact area averaging. What lies outside of the picture counts as 0.
+ * Scale a part of a grey picture by exact area averaging. Values outside the picture count as 0.
  * @param {Float32Array} levels [height * width], row by row
  * @param {number} width
  * @param {number} height
@@ -59,7 +59,7 @@ function covers(start, size, count, limit) {
  * @param {number} width
  * @param {number} height
  * @param {[1, number, number]} shape of the picture to return
- * @returns {Float32Array} [H * W], 0..255; all 0 where nothing is drawn
+ * @returns {Float32Array} [H * W], 0..255; all 0 if nothing is drawn
  */
 export function placeInk(levels, width, height, shape) {
   const [, toHeight, toWidth] = shape;
@@ -79,7 +79,7 @@ export function placeInk(levels, width, height, shape) {
 
 const within = (value, low, high) => Math.max(low, Math.min(high, value));
 
-/** The bounding box and the centre of mass of what is drawn, in pixels; null for nothing. */
+/** The bounding box and the centre of mass of the drawing, in pixels; null for an empty one. */
 function measure(levels, width, height) {
   let [left, top, right, bottom, mass, massX, massY] = [width, height, -1, -1, 0, 0, 0];
   for (let y = 0; y < height; y += 1) {

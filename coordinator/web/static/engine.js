@@ -1,6 +1,6 @@
 /**
- * Trains and judges a model with onnxruntime-web: `edge_sdk/engines`, whose training step is an ONNX graph that the
- * federation publishes. Tensors are Maps of a name to a typed array.
+ * Train and evaluate a model with onnxruntime-web: `edge_sdk/engines` with the training step that the federation publishes
+ * as an ONNX graph. Tensors are Maps of a name to a typed array.
  */
 import { ProtocolError, TrainingDiverged } from "./errors.js";
 import { product, zeros } from "./manifest.js";
@@ -15,26 +15,26 @@ const MOST_THREADS = 4;
 const PREPARED_SAMPLES = 256, PREPARED_VALUES = 2 ** 22; // at once
 const { fround } = Math;
 
-/** Threads that one step uses: more than one only where the page is isolated from other origins. */
+/** Threads of one step: more than one only if the page is isolated from other origins. */
 export const threads = self.crossOriginIsolated ? Math.min(MOST_THREADS, navigator.hardwareConcurrency || 1) : 1;
 
 let ort = null;
 
-/** Return onnxruntime-web, loaded when it is first needed. Throws Error where the coordinator does not have it. */
+/** Return onnxruntime-web, loaded on first use. Throws Error if the coordinator does not have it. */
 async function runtime() {
   ort ??= await import(`${RUNTIME}ort.wasm.bundle.min.mjs`).catch(() => {
-    throw new Error("this coordinator has no runtime for browsers yet: its operator runs sparrow web");
+    throw new Error("this coordinator has no runtime for browsers; ask its operator to run sparrow web");
   });
   Object.assign(ort.env.wasm, { wasmPaths: { wasm: `${RUNTIME}ort-wasm-simd-threaded.wasm` }, numThreads: threads });
   ort.env.logLevel = "error";
   return ort;
 }
 
-/** A model of the federation, and what trains and judges it. */
+/** A model of the federation, with its training and evaluation. */
 export class Engine {
   /**
-   * graphs: { step(ratio), evaluation(), preparation() }, functions that give ONNX files, Uint8Array. frozen: tensors that
-   * nobody trains. own: first values of those that stay on the device.
+   * graphs: { step(ratio), evaluation(), preparation() }, functions that return ONNX files, Uint8Array. frozen: the tensors
+   * that are not trained. own: initial values of tensors that stay on the device.
    */
   constructor(manifest, graphs, frozen, own) {
     this.manifest = manifest;
@@ -47,7 +47,7 @@ export class Engine {
     this.load(own);
   }
 
-  /** Copy tensors into the model; what is not named stays. */
+  /** Copy tensors into the model; others stay. */
   load(tensors) {
     for (const [name, values] of tensors) this.tensors.get(name).set(values);
   }
@@ -60,8 +60,8 @@ export class Engine {
   /**
    * Train a part of the model on `batches` as the federation's settings say.
    *
-   * mask: active neurons, a share `ratio` of each group, null for all; only: names of what is trained, null for all; pull: weight of the pull back to
-   * where training begins (FedProx), 0 for none. seed: BigInt, decides shuffling and dropout. progress(done, total,
+   * mask: active neurons, a share `ratio` of each group, null for all; only: names of the trained tensors, null for all; pull: weight of the proximal
+   * term (FedProx), 0 for none. seed: BigInt, decides shuffling and dropout. progress(done, total,
    * loss) is awaited after each step. Returns { numExamples, samples, steps, trainLoss }. Throws TrainingDiverged.
    */
   async train(batches, settings, { mask = null, ratio = 1, only = null, pull = 0, learningRate, seed, progress }) {
@@ -118,8 +118,8 @@ export class Engine {
 
   /**
    * Return the model's inputs for raw samples, a typed array of the preparation's output. raw: { inputs: typed array of the
-   * described type, or an array of samples that are kept by themselves, count }; the latter are prepared one by one, as
-   * their lengths differ. Throws ProtocolError for a graph that is not the described one; DataError for a broken sample.
+   * described type, or an array of samples of different sizes, which are prepared one by one, count }. Throws ProtocolError
+   * for a graph that does not match its description; DataError for a damaged sample.
    */
   async prepare({ inputs, count }) {
     const session = await this.session("preparation", () => this.graphs.preparation());
@@ -134,11 +134,11 @@ export class Engine {
         : { values: inputs.subarray(begin * width, end * width), shape };
       const part = tensorOf(dtype, raw.values, [end - begin, ...raw.shape]);
       const { output } = await this.inTurn(() => session.run({ input: part }, ["output"])).catch((error) => {
-        const met = `the preparation fails on samples of this device: ${String(error.message).slice(0, 300)}`;
+        const met = `the preparation fails on this device's samples: ${String(error.message).slice(0, 300)}`;
         throw new ProtocolError(met, "data-unusable");
       });
       if (output.data.length !== (end - begin) * made) {
-        throw new ProtocolError("the preparation gives another shape than the model takes");
+        throw new ProtocolError("the preparation's output does not have the shape of the model's input");
       }
       whole ??= new output.data.constructor(count * made);
       whole.set(output.data, begin * made);
@@ -146,7 +146,7 @@ export class Engine {
     return whole;
   }
 
-  /** Return the answer of a model of these tensors to one sample, Float32Array of the model's output shape. */
+  /** Return the model's output for one sample with these tensors, Float32Array of the output shape. */
   async predict(input, tensors) {
     const { output } = await this.answer({ inputs: input, targets: new Int32Array(1), count: 1 }, tensors);
     return output.data;
@@ -157,7 +157,7 @@ export class Engine {
     return this.run(session, batch, {}, ["loss", "output"], tensors);
   }
 
-  /** Return the session of a graph, made when it is first asked for; of training steps the last one is kept. */
+  /** Return the session of a graph, created on first use. Only the last training step is kept. */
   async session(key, graph) {
     if (!this.sessions.has(key)) {
       if (key.startsWith("step")) await this.forget((other) => other.startsWith("step"));
@@ -165,13 +165,13 @@ export class Engine {
       const { InferenceSession } = await runtime();
       const made = InferenceSession.create(await graph(), options);
       this.sessions.set(key, await made.catch((error) => {
-        throw new ProtocolError(`the graph of ${key} cannot be run in this browser: ${String(error.message).slice(0, 300)}`);
+        throw new ProtocolError(`this browser cannot run the graph ${key}: ${String(error.message).slice(0, 300)}`);
       }));
     }
     return this.sessions.get(key);
   }
 
-  /** Free the sessions whose key `which` names. */
+  /** Free the sessions whose key satisfies `which`. */
   async forget(which = () => true) {
     for (const [key, session] of this.sessions) {
       if (!which(key)) continue;
@@ -180,7 +180,7 @@ export class Engine {
     }
   }
 
-  /** Run a graph when the runs before it have ended. */
+  /** Run a graph after the runs before it. */
   run(session, batch, more, wanted, tensors = this.tensors) {
     return this.inTurn(() => session.run(this.feeds(session, batch, more, tensors), wanted));
   }
@@ -204,7 +204,7 @@ export class Engine {
     return feeds;
   }
 
-  /** Return the rows and columns that a step of some neurons asks for, by the names of its inputs. */
+  /** Return the active rows and columns that a step has as inputs, by input name. */
   activePlaces(session, mask) {
     const asked = {};
     for (const { name } of session.inputMetadata) {
@@ -238,10 +238,10 @@ function checkPreparation({ inputMetadata, outputMetadata }, { preparation, inpu
     });
   const sound = fits(inputMetadata, "input", [dtype], preparation.shape, free)
     && fits(outputMetadata, "output", ["float32", "int64", "int32"], inputShape);
-  if (!sound) throw new ProtocolError("the preparation's graph is not the one that the manifest describes");
+  if (!sound) throw new ProtocolError("the preparation's graph does not match the manifest");
 }
 
-/** What of a parameter is trained: all, or its values at some places, on which alone an optimiser works. */
+/** The trained part of a parameter: all of it, or its values at some places, packed for the optimiser. */
 class Leaf {
   constructor(whole, places) {
     this.whole = whole;
@@ -255,7 +255,7 @@ class Leaf {
     return taken;
   }
 
-  /** Return the leaf's gradient, of the parameter's or, where only it was computed, of its own. */
+  /** Return the leaf's gradient. computed: the parameter's, or the leaf's own. */
   gradient(computed) {
     return this.places && computed.length !== this.values.length ? this.take(computed) : computed;
   }
@@ -280,7 +280,7 @@ function gradientsOf(leaves, answer, pull, start) {
   return gradients;
 }
 
-/** Return what a step draws for `count` samples: uniform or normal noise, by the names of its inputs. */
+/** Return a step's random inputs for `count` samples: uniform or normal noise, by input name. */
 function noise(session, chance, count) {
   const drawn = {};
   for (const { name, shape } of session.inputMetadata) {

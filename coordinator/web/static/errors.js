@@ -1,6 +1,6 @@
-/** What can go wrong on a device, and what follows from it (`edge_sdk/errors.py`). */
+/** Errors on a device, by the reaction to them (`edge_sdk/errors.py`). */
 
-/** failure: what the coordinator learns of an error (`failures.js`); its class has the usual one. */
+/** failure: the failure to report (`failures.js`); by default that of the class. */
 class Reported extends Error {
   constructor(message, failure = new.target.failure) {
     super(message);
@@ -8,23 +8,23 @@ class Reported extends Error {
   }
 }
 
-/** What was received does not fit the contract. */
+/** A message does not follow the contract. */
 export class ProtocolError extends Reported {
   static failure = "bad-work";
 }
-/** A federation is not what the author of its model has signed. */
+/** A federation differs from what the author of its model signed. */
 export class BadPublication extends ProtocolError {
   static failure = "bad-work/terms";
 }
-/** A payload that is not what this model's can be. */
+/** A payload that is not valid for this model. */
 export class BundleError extends ProtocolError {
   static failure = "bad-payload";
 }
-/** Training gave no finite loss or weights: the round has failed, nothing of it is kept or sent. */
+/** Training gave no finite loss or weights; the round failed, and its results are neither kept nor sent. */
 export class TrainingDiverged extends Reported {
   static failure = "training-diverged";
 }
-/** The work is handed back: `reason` is a word of the contract, or a failure. */
+/** The work is returned. reason: a reason of the contract, or a failure. */
 export class Paused extends Error {
   constructor(reason) {
     super(reason);
@@ -32,7 +32,7 @@ export class Paused extends Error {
   }
 }
 
-/** The coordinator's refusal. type: that of its problem document; what a caller can do about it depends on that. */
+/** The coordinator refused a call. type: that of its problem document, on which the caller's reaction depends. */
 export class Refused extends Error {
   failure = "coordinator-fault";
 
@@ -47,21 +47,21 @@ export class Refused extends Error {
     return types.includes(this.type);
   }
 
-  /** Whether the round went on without this device, or has another update. */
+  /** Whether the round continued without this device, or has another update. */
   get roundOver() {
     return this.is("RoundClosed", "DifferentUpdate");
   }
 
-  /** Whether it concerns the device itself: it ends, while after any other refusal it tries again. */
+  /** Whether the device ends; after any other refusal it retries. */
   get final() {
     return this.is("NotAuthenticated", "NotAllowed", "CrossSite", "WrongHost", "NameTaken", "Finished", "FederationDeleted");
   }
 }
 
-/** The caller has stopped this. */
+/** The caller interrupted a call or a wait. */
 export class Stopped extends Error {}
 
-/** Data of the user that cannot be used; the text says what was met, what was wanted and what to do. */
+/** The user's data cannot be used; the message has the cause and the remedy. */
 export class DataError extends Error {
   name = "DataError";
   failure = "data-unusable";

@@ -18,7 +18,7 @@ const square = (upper) => {
   return matrix;
 };
 
-/** Return what a page may take, { models: Map name -> tensors, flops }, of the whole model received and of its own. */
+/** Return the candidates, { models: Map name -> tensors, flops }, from the whole model received and the personal one. */
 export async function candidatesOf(job, method) {
   const received = wholeModel(job.manifest, job.received);
   const own = job.state.personal ?? job.engine.read();
@@ -36,7 +36,7 @@ export async function candidatesOf(job, method) {
   }
 }
 
-/** Return what each of `models` gains over the global one on validation data; null if nothing can be said. */
+/** Return the gains of `models` over the global one on validation data; null if they cannot be compared. */
 export async function evidenceOf(engine, models, validation) {
   const each = Math.ceil(validation.count / MOST_PARTS);
   const parts = [...validation].flatMap((batch) => partsOf(batch, each));
@@ -63,7 +63,7 @@ export async function evidenceOf(engine, models, validation) {
 
 const clipped = (gain) => Math.max(-LARGEST_GAIN, Math.min(LARGEST_GAIN, gain));
 
-/** Return the evidence of gains, an array for each candidate: their means, and the covariances of a part's. */
+/** Return the evidence of gains, an array for each candidate: means, and covariances between parts. */
 export function momentsOf(gains) {
   const parts = gains[0].length, means = gains.map((each) => sum(each) / parts);
   const within = pairs.map(([row, column]) =>
@@ -81,7 +81,7 @@ function partsOf(batch, each) {
   return parts;
 }
 
-/** Return the pool that a plan tells, { mean, between, within }; null where it tells none. */
+/** Return the pool in a plan, { mean, between, within }; null if it has none. */
 export function poolOf(plan) {
   const named = (kind, names) => names.map((name) => plan?.[`pool ${kind} ${name}`]);
   const both = pairs.map(([row, column]) => `${CANDIDATES[row]} ${CANDIDATES[column]}`);
@@ -90,7 +90,7 @@ export function poolOf(plan) {
   return sound ? { mean, between: square(between), within: square(within) } : null;
 }
 
-/** Return the name of the candidate to take of those of `there`, a Map, or GLOBAL. */
+/** Return the name of the best candidate in `there`, a Map, or GLOBAL. */
 export function choice(pool, evidence, there) {
   if (!pool && !evidence) return GLOBAL;
   if (!pool) return largest(cautious(evidence), there, 0);
@@ -103,7 +103,7 @@ export function choice(pool, evidence, there) {
   return largest(gains, there, shared - TINY);
 }
 
-/** Return the candidate that gains most, or GLOBAL if none gains more than `least`, by more than nothing. */
+/** Return the candidate with the largest gain, or GLOBAL if none exceeds `least`. */
 function largest(gains, there, least) {
   let best = GLOBAL, most = least + TINY;
   CANDIDATES.forEach((name, i) => {
@@ -112,7 +112,7 @@ function largest(gains, there, least) {
   return best;
 }
 
-/** Return what each candidate is expected to gain on new samples: the mean, moved to the page's own as far as it tells. */
+/** Return each candidate's expected gain on new samples: the fleet's mean, updated by the page's own evidence. */
 function expectedOf({ mean, between, within }, evidence) {
   const noisy = indices.map((i) => indices.map((j) => between[i][j] + within[i][j] / evidence.parts + (i === j ? TINY : 0)));
   const told = indices.map((i) => solved(noisy, between[i]));
@@ -127,7 +127,7 @@ function cautious({ parts, gains, within }) {
   return gains.map((gain, i) => gain - AHEAD * Math.sqrt(Math.max(0, variances[i][i]) / parts));
 }
 
-/** Return x of matrix x = right, by elimination with pivots. */
+/** Solve matrix x = right by Gaussian elimination with pivots. */
 function solved(matrix, right) {
   const rows = matrix.map((row, i) => [...row, right[i]]), count = rows.length;
   for (let at = 0; at < count; at++) {

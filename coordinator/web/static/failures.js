@@ -1,7 +1,7 @@
 /**
- * The failures that a device reports: all that a coordinator learns of an error here, `TYPE` or `TYPE/CODE`. The text of an
- * error may hold a file's name or a value of the data, so it stays in this browser. `sparrow/protocol/failures.py` has the
- * same list, with a sentence for each.
+ * The failures that a device reports, `TYPE` or `TYPE/CODE`: the only information about an error that a coordinator gets.
+ * An error's text may contain file names or data, so it stays in this browser. `sparrow/protocol/failures.py` has the same
+ * list, with an explanation of each.
  */
 export const FAILURES = [
   "training-diverged", "training-diverged/loss", "training-diverged/weights", "training-diverged/held-out",
@@ -15,21 +15,22 @@ export const FAILURES = [
   "program-error", "program-error/other", "other",
 ];
 
-/** Words of the contract for a pause by the device's policy, as far as a page has them. */
+/** The reasons for a pause by the device's policy that a page can detect. */
 export const PAUSES = ["charging", "battery", "network"];
 
 const BUILTIN = [TypeError, RangeError, ReferenceError, SyntaxError, EvalError, URIError];
 const PROGRAM_ERRORS = BUILTIN.map(({ name }) => `program-error/${name}`);
 
-/** Return what the coordinator learns of an error. */
+/** Return the failure to report for an error. */
 export function failureOf(error) {
   if (error?.failure) return reported(error.failure);
   if (error?.name === "QuotaExceededError") return "no-space";
-  if (error?.constructor === Error) return "other"; // of this page's own
+  // The page's own errors are plain ones.
+  if (error?.constructor === Error) return "other";
   return reported(`program-error/${error?.constructor?.name}`, "program-error/other");
 }
 
-/** Return a reason as it may be sent: a word of these lists, or `otherwise` in place of any other text. */
+/** Return a reason that is in these lists, or `otherwise`: no other text may be sent. */
 export function reported(reason, otherwise = "other") {
   return [...FAILURES, ...PAUSES, ...PROGRAM_ERRORS].includes(reason) ? reason : otherwise;
 }

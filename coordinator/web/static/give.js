@@ -14,7 +14,7 @@ import { $, classNames, element, many, put, show } from "./words.js";
 const WAYS = { draw: "Draw", pictures: "Pictures", sounds: "Sounds", motion: "Motion", folder: "Folder", file: "File" };
 const LONGEST_RECORDING = 30; // seconds
 
-/** The ways to give samples of a federation, the best one first: some of `WAYS`. */
+/** Return the ways to give samples of a federation, the best one first: some of `WAYS`. */
 export function waysOf(federation) {
   const medium = mediumOf(federation.raw);
   if (medium) return [`${medium}s`, "folder"];
@@ -24,14 +24,14 @@ export function waysOf(federation) {
   return shape.join() === "6,64" ? ["motion", "file"] : ["file"];
 }
 
-/** A drawing or picture in grey levels, or a record, as the federation's samples are: raw, or on its task's scale. */
+/** Return a drawing or picture in grey levels, or a record, as the federation's samples: raw, or on its task's scale. */
 export function sampleOf({ raw, task, inputShape }, values) {
   return raw ? rawSample(values, raw) : scaled(task, values, inputShape);
 }
 
 /**
- * A file that was chosen as the federation's sample: as it is where each has a size of its own, else the middle of the picture
- * in the size of all. Throws DataError, naming the file.
+ * Return a chosen file as a sample of the federation: unchanged if samples may have any size, else the middle of the
+ * picture in the federation's size. Throws DataError, naming the file.
  */
 export async function chosenSample(federation, file) {
   const { raw, task } = federation, shape = givenShape(federation);
@@ -39,25 +39,25 @@ export async function chosenSample(federation, file) {
   return sampleOf(federation, await readerOf(task).file(file, shape));
 }
 
-/** What the camera sees as the federation's sample, as `chosenSample`. */
+/** Return the camera's picture as a sample of the federation, as `chosenSample`. */
 export async function photographed(federation, camera) {
   const { raw, task } = federation, shape = givenShape(federation);
   if (shape) return sampleOf(federation, readerOf(task).video(camera.video, shape));
   return (await readMedium(await camera.photograph(raw.shape), raw)).kept;
 }
 
-/** Record a sound until the microphone is stopped, as the federation's sample; null where it is not wanted. Throws DataError. */
+/** Record a sound until the microphone is stopped; returns a sample of the federation, or null if it was discarded. Throws DataError. */
 export async function recordedSample({ raw }, microphone, began) {
   const file = await microphone.record(Math.min(LONGEST_RECORDING, raw.shape[0] / raw.rate), began);
   return file && readRecording(file, raw);
 }
 
-/** The section in which a person gives samples. */
+/** The section in which a user gives samples. */
 export class Giving {
   /**
    * @param {object} told
    * @param {(message: object, transfer?: Transferable[]) => void} told.send to the worker
-   * @param {(message: object) => Promise<object>} told.request asks the worker, see page.js
+   * @param {(message: object) => Promise<object>} told.request sends a command to the worker, see page.js
    * @param {(question: object) => Promise<boolean>} told.ask a question with two answers
    */
   constructor({ send, request, ask }) {
@@ -66,7 +66,7 @@ export class Giving {
     this.ask = ask;
     this.federation = null;
     this.chips = {}; // way -> the buttons of its classes
-    this.label = 0; // of the pictures or sounds that come next
+    this.label = 0; // of the next pictures or sounds
     this.drawing = new Drawing($("draw"), {
       drawn: () => {},
       say: (text) => this.say(text),
@@ -116,21 +116,21 @@ export class Giving {
     put($("samples"), train + validation + test === 0
       ? "No samples yet"
       : `${many(train + validation + test, "sample")}: ${train} to train, ${validation} to check, ${test} to test`);
-    put($("lacks"), samples.enough ? "That is enough to take part; more make the model better." : samples.lacks);
+    put($("lacks"), samples.enough ? "This is enough to take part. More samples make the model better." : samples.lacks);
     show($("source"), samples.source === "files" ? samples.said : "");
     $("samples-clear").hidden = samples.source === "none" || train + validation + test === 0;
-    const used = givenShape(federation) ? "The middle square of each picture is used." : "Pictures of any size are taken.";
+    const used = givenShape(federation) ? "The middle square of each picture is used." : "Pictures may have any size.";
     put($("picture-hint"), secure ? used : `${used} A live camera in this page needs HTTPS.`);
     put($("sound-hint"), soundHint(federation, secure));
   }
 
-  /** Show why samples could not be taken: an Error, or a text. */
+  /** Show why samples were refused: an Error, or a text. */
   fail(error) {
     show($("data-problem"), error instanceof Error ? error.message : error);
     if (error instanceof Error && !(error instanceof DataError)) console.error(error);
   }
 
-  /** Say what was done, aloud too. */
+  /** Show a result, also to screen readers. */
   say(text) {
     put($("data-said"), text);
   }
@@ -217,12 +217,12 @@ export class Giving {
     else this.label = label;
   }
 
-  /** Add a drawing or record. group: that of one recording, whose samples are alike: all are trained on, or none. */
+  /** Add a drawing or record. group: shared by the samples of one recording, which are all used for training, or none. */
   #add(values, label, group) {
     this.#give([sampleOf(this.federation, values)], label, group);
   }
 
-  /** Have the worker add samples of a class: one by one, or all where each is kept by itself. */
+  /** Send samples of a class to the worker: one by one, or together if they may have different sizes. */
   #give(samples, label, group) {
     const alone = mediumOf(this.federation.raw) !== null;
     for (const inputs of alone ? [samples] : samples) {
@@ -232,9 +232,9 @@ export class Giving {
 
   #keep(label) {
     if (label >= this.names.length) {
-      throw new DataError(`there is no class ${label}: press a digit from 0 to ${this.names.length - 1}`);
+      throw new DataError(`there is no class ${label}; press a digit from 0 to ${this.names.length - 1}`);
     }
-    if (this.drawing.isEmpty) return void this.say("Nothing is drawn yet.");
+    if (this.drawing.isEmpty) return void this.say("Draw something first.");
     const levels = this.drawing.image(this.shape);
     this.#add(levels, label);
     showImage($("draw-small"), levels, this.shape);
@@ -244,11 +244,12 @@ export class Giving {
     this.say(`Kept as ${this.names[label]}.`);
   }
 
-  /** Keep pictures or sounds that were chosen under the class that is chosen. */
+  /** Keep chosen pictures or sounds under the chosen class. */
   async #files(input) {
     const [files, label, kept, refused] = [[...input.files], this.label, [], []];
     const thing = mediumOf(this.federation.raw) ?? "picture";
-    input.value = ""; // so that the same file can be chosen again
+    // Without this, the same file could not be chosen again.
+    input.value = "";
     for (const [index, file] of files.entries()) {
       if (files.length > 1) this.say(`Reading ${thing} ${index + 1} of ${files.length}.`);
       try {
@@ -264,7 +265,8 @@ export class Giving {
   }
 
   async #openCamera() {
-    $("picture-take").hidden = false; // the browser's own way stays where it refuses this one
+    // The browser's own camera button stays if it refuses this one.
+    $("picture-take").hidden = false;
     await this.camera.open();
     $("picture-take").hidden = true;
     $("camera").hidden = false;
@@ -312,7 +314,7 @@ export class Giving {
     await this.#read("the folder", async () => ({ do: "folder", read: await read() }));
   }
 
-  /** Have the worker take what was chosen, and say what it read. question(): the message to it, or a promise of it. */
+  /** Send the chosen files to the worker and show its notes. question(): the message to it, or a promise of it. */
   async #read(name, question) {
     this.say(`Reading ${name}.`);
     try {
@@ -327,36 +329,36 @@ export class Giving {
   async #forget() {
     const sure = await this.ask({
       question: "Delete these samples?",
-      consequence: "They exist only in this browser. They cannot be brought back.",
+      consequence: "They exist only in this browser and cannot be restored.",
       no: "Keep them", yes: "Delete them",
     });
     if (sure) this.send({ do: "clear" });
   }
 }
 
-/** What a folder for a federation holds. */
+/** Return the hint for a folder of samples. */
 function folderHint({ raw }) {
   const medium = mediumOf(raw) ?? "picture";
-  return `A folder with a folder of ${medium}s for each class, named as the class. They are kept as they are. A folder replaces ` +
-    "the samples that are here.";
+  return `Choose a folder that has a folder of ${medium}s for each class, named after the class. It replaces your present ` +
+    "samples.";
 }
 
-/** How long a sound is, and whether it can be recorded. */
+/** Return the hint for sounds: their length, and whether they can be recorded. */
 function soundHint({ raw }, secure) {
   if (mediumOf(raw) !== "sound") return "";
   const most = raw.free.length ? "at most " : "", length = Number((raw.shape[0] / raw.rate).toFixed(2));
-  const how = secure ? "press Record, make the sound, and press Stop." : "then sounds. A microphone in this page needs HTTPS.";
+  const how = secure ? "press Record, make the sound, and press Stop." : "then the sounds. Recording in this page needs HTTPS.";
   return `Choose the class, ${how} A sound lasts ${most}${length} seconds.`;
 }
 
 /** What a file for a federation holds. */
 function hintOf({ raw, columns, column, inputShape }) {
-  const classes = `"${column ?? "label"}"`, last = "A file replaces the samples that are here.";
+  const classes = `"${column ?? "label"}"`, last = "A file replaces your present samples.";
   if (columns.length) {
     return `A table (CSV) with the columns ${listed(columns.map(({ name }) => name))}, and ${classes} with the classes. ${last}`;
   }
   const { dtype, shape } = raw ?? { dtype: null, shape: inputShape };
-  const one = `One sample is ${shape.join(" x ")} numbers${dtype ? ` (${dtype}), as they were recorded` : ""}.`;
+  const one = `A sample has ${shape.join(" x ")} numbers${dtype ? ` (${dtype}), as they were recorded` : ""}.`;
   const arrays = "A .npz file with x and y, or x_train, y_train, x_test and y_test";
   return `${arrays}; or a table (CSV) with a column ${classes}. ${one} ${last}`;
 }

@@ -1,4 +1,4 @@
-/** The federation's model as data: `sparrow/protocol/manifest.py`, which says what each field means. */
+/** The federation's model as data: `sparrow/protocol/manifest.py`, which describes each field. */
 import { ProtocolError } from "./errors.js";
 import { Generator } from "./pcg64.js";
 import { hex, sha256, utf8 } from "./sha256.js";
@@ -23,7 +23,7 @@ export const COUNTED = new Set([
  * A checked manifest. `tensors` are specs {name, shape, size, dtype, policy, trainable, axes, init}; `groups` a Map of
  * neuron groups to their sizes; `preparation` { reader, free, rate, step, dtype, shape, axes, columns, own } of raw
  * samples and `targets` { kind, column, names, spare } of outputs, null for a model without; `said` its JSON. Throws
- * ProtocolError for a text that is none.
+ * ProtocolError for any other text.
  */
 export class Manifest {
   constructor(text) {
@@ -49,11 +49,11 @@ export class Manifest {
     this.valuesDigest = valuesDigest(said);
   }
 
-  /** SHA-256 of what a sample here is, raw or prepared, and of its classes; null if nothing describes them. */
+  /** SHA-256 of the description of samples, raw or prepared, and of their classes; null without a description. */
   get samplesDigest() {
     const { preparation, targets } = this;
     if (!preparation && !targets) return null;
-    // Rows and arrays had no other fields at first: what browsers keep of them stays theirs.
+    // Rows and arrays had no other fields in earlier versions; samples that browsers kept then stay valid.
     const { reader, free, rate, step, ...plain } = preparation ?? {};
     const form = preparation && (["rows", "arrays"].includes(reader) ? plain : preparation);
     return hex(sha256(utf8(JSON.stringify([form, targets]))));
@@ -89,7 +89,7 @@ export function ownInitialValues(manifest, seed, published) {
 
 function initial(spec, seed, published) {
   if (spec.init.kind === "data") {
-    if (!published.has(spec.name)) throw new ProtocolError(`${spec.name}: its first values are not published`);
+    if (!published.has(spec.name)) throw new ProtocolError(`${spec.name}: the initial values are not published`);
     return published.get(spec.name).slice();
   }
   const values = zeros(spec);
@@ -110,7 +110,7 @@ function initial(spec, seed, published) {
 export function unpackValues(manifest, which, file) {
   const stored = manifest[which].map((spec) => [spec, halved(manifest, which, spec)]);
   if (file.byteLength !== valuesSize(manifest, which) || hex(sha256(file)) !== manifest.files.get(which)) {
-    throw new ProtocolError(`the file of ${which} values is not the one that the manifest names`);
+    throw new ProtocolError(`the file of ${which} values does not match its digest in the manifest`);
   }
   const found = new Map();
   let begin = 0;
@@ -143,7 +143,7 @@ export function fromHalf(bits) {
   return values;
 }
 
-/** Return a manifest's JSON. Throws ProtocolError where it does not describe a model. */
+/** Return a manifest's JSON. Throws ProtocolError if it does not describe a model. */
 function checked(text) {
   let said = null;
   try {
@@ -175,16 +175,16 @@ function checked(text) {
   return said;
 }
 
-/** Throw ProtocolError for a description of more bytes or neurons than a page is to hold. */
+/** Throw ProtocolError for a model with too many bytes or neurons for a page. */
 function checkBytes({ tensors, groups, input_shape, output_shape, preparation }) {
   const bytes = ({ dtype, shape }) => product(shape) * ARRAYS[dtype].BYTES_PER_ELEMENT;
   const raw = isShape(preparation?.shape) ? product(preparation.shape) * Number(/\d*$/.exec(preparation.dtype)[0]) / 8 : 0;
   const tooLarge = sum(tensors.map(bytes)) > MAX_MODEL_BYTES || sum(groups.map(({ size }) => size)) > MAX_NEURONS
     || Math.max(product(input_shape) * 8, product(output_shape) * 8, raw) > MAX_SAMPLE_BYTES;
-  if (tooLarge) throw new ProtocolError("the manifest describes a model that is too large; publish a smaller model");
+  if (tooLarge) throw new ProtocolError("the model is too large for a page; publish a smaller model");
 }
 
-/** Return whether the graph of a preparation is described, and outputs have as many names as there are. */
+/** Return whether the graph of a preparation is described, and each output has a name. */
 function isDescribed({ preparation, preparation_sha256: digest, targets, output_shape: [outputs] }) {
   if ([preparation, targets].some((each) => each != null && (typeof each !== "object" || Array.isArray(each)))) return false;
   return (preparation == null) === (digest == null)
@@ -192,7 +192,7 @@ function isDescribed({ preparation, preparation_sha256: digest, targets, output_
 }
 
 const unreadable = () =>
-  new ProtocolError("the manifest cannot be read; reload this page, which may be older than the coordinator");
+  new ProtocolError("the manifest cannot be read; reload this page, which may be out of date");
 
 const isText = (value) => typeof value === "string";
 const isSize = (value) => Number.isInteger(value) && value >= 1 && value <= MAX_SIZE;
@@ -236,10 +236,10 @@ function described({
   return { reader, free, rate, step, dtype, shape, axes, own, columns: fields };
 }
 
-/** Return whether a number that may be left out, null then, is above 0 and at most this. */
+/** Return whether an optional number is null, or above 0 and at most this. */
 const isBelow = (value, most) => value === null || (typeof value === "number" && value > 0 && value <= most);
 
-/** Return the page's part of what outputs mean. Throws ProtocolError. */
+/** Return the page's part of the description of outputs. Throws ProtocolError. */
 function meaning({ kind = "classes", column = null, names = [], spare = 0, numbered = false }) {
   const sound = ["classes", "numbers"].includes(kind) && (column === null || isName(column)) && areNames(names, MOST_CLASSES)
     && typeof numbered === "boolean" && Number.isInteger(spare) && spare >= 0 && spare <= MOST_SPARE && (kind === "classes" || !(names.length || spare));
@@ -251,7 +251,7 @@ const isName = (text) => isText(text) && text !== "" && !text.includes("\0") && 
 const areNames = (list, most) =>
   Array.isArray(list) && list.length <= most && list.every(isName) && new Set(list).size === list.length;
 
-/** Return whether each axis that belongs to neurons is as long as they say. */
+/** Return whether the length of each axis matches its neurons. */
 function areAxes(axes, shape, groups) {
   if (!Array.isArray(axes) || (axes.length && axes.length !== shape.length)) return false;
   return axes.every((segments, axis) => {
@@ -261,7 +261,7 @@ function areAxes(axes, shape, groups) {
   });
 }
 
-/** SHA-256 of what gives the values their names, shapes and neurons, as Python's json.dumps(sort_keys=True) writes it. */
+/** SHA-256 of the names, shapes and neurons of the values, as Python's json.dumps(sort_keys=True) writes them. */
 function valuesDigest(said) {
   const { layers, skeleton_sha256, step_sha256, evaluation_sha256, first_sha256, metrics, preparation, targets, ...model } =
     said;

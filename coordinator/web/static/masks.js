@@ -11,13 +11,13 @@ export function activeCount(size, ratio) {
 }
 
 /**
- * Return the mask that a draw {key, ratio} stands for: Map group -> Int32Array of active neurons, sorted. Of each group
- * those with the smallest SHA-256 of `fedspu|key|group|i`.
+ * Return the mask of a draw {key, ratio}: Map group -> Int32Array of active neurons, sorted. In each group the neurons
+ * with the smallest SHA-256 of `fedspu|key|group|i` are active.
  */
 export function drawNeurons(manifest, { key, ratio }) {
   const sound = typeof key === "string" && !/[|\p{Surrogate}]/u.test(key) && typeof ratio === "number";
   if (!(sound && ratio > 0 && ratio <= 1)) {
-    throw new ProtocolError("the assignment's draw has no key, or no ratio between 0 and 1");
+    throw new ProtocolError("the assignment's draw must have a key and a ratio between 0 and 1");
   }
   return new Map([...manifest.groups].map(([group, size]) => [group, drawGroup(key, ratio, group, size)]));
 }
@@ -47,7 +47,7 @@ export function checkMask(manifest, mask) {
     const active = mask.get(group);
     const sound = active?.length && active[0] >= 0 && active[active.length - 1] < size
       && active.every((each, place) => place === 0 || each > active[place - 1]);
-    if (!sound) throw new ProtocolError(`${group}: active neurons must be sorted, different and at least one`);
+    if (!sound) throw new ProtocolError(`${group}: active neurons must be sorted and distinct, and there must be at least one`);
   }
 }
 
@@ -60,7 +60,7 @@ export function sameMask(one, other) {
   });
 }
 
-/** Return the active entries of one axis of a tensor, Int32Array, or null where all are. */
+/** Return the active entries of one axis of a tensor, Int32Array, or null if all are. */
 export function axisIndex(segments, mask, sizes) {
   if (mask === null || segments.every(({ group }) => mask.get(group).length === sizes.get(group))) return null;
   const places = [];
@@ -79,7 +79,7 @@ export function activeAxes(manifest, spec, mask) {
   return [0, 1].map((axis) => (spec.axes[axis]?.length ? axisIndex(spec.axes[axis], mask, manifest.groups) : null));
 }
 
-/** Return the flat places of a tensor's active values, in the order in which they are packed; null where all are. */
+/** Return the flat places of a tensor's active values, in packed order; null if all are. */
 export function placesOf(manifest, spec, mask) {
   const [rows, columns] = activeAxes(manifest, spec, mask);
   if (rows === null && columns === null) return null;
@@ -121,7 +121,7 @@ export function pack(manifest, tensors, mask) {
   return packed;
 }
 
-/** Overwrite the active values of `tensors` with packed ones; what was not received stays. */
+/** Overwrite the active values of `tensors` with packed ones; other values stay. */
 export function mergeInPlace(manifest, tensors, packed, mask) {
   eachBlock(manifest, mask, (spec, places, begin, end) => {
     const tensor = tensors.get(spec.name);
@@ -152,11 +152,11 @@ export function neuronBits(manifest, mask) {
   return bits;
 }
 
-/** Return the mask of these bits. Throws ProtocolError where they are not one of this model's. */
+/** Return the mask of these bits. Throws ProtocolError if they do not fit this model. */
 export function neuronsFromBits(manifest, bits) {
   const total = sum([...manifest.groups.values()]);
   const set = (place) => Boolean(bits[place >> 3] & (128 >> (place & 7)));
-  if (bits.length !== Math.ceil(total / 8)) throw new ProtocolError(`a mask of ${bits.length} bytes for ${total} neurons`);
+  if (bits.length !== Math.ceil(total / 8)) throw new ProtocolError(`the mask has ${bits.length} bytes, which do not fit ${total} neurons`);
   for (let place = total; place < 8 * bits.length; place++) {
     if (set(place)) throw new ProtocolError("the mask's padding bits must be zero");
   }

@@ -1,7 +1,7 @@
 /**
  * The device half of the methods that a page takes part in: `edge_sdk/methods`, where their papers are named. A method is
  * a record of functions of a job { assignment, settings, manifest, engine, data, state, received, seed(purpose),
- * progress, budget }: `train` and `personalise` return what to keep and to send, `evaluate` what to report, `adapt` the
+ * progress, budget }: `train` and `personalise` return the state and the update, `evaluate` the results, `adapt` the
  * personal model.
  */
 import { judgeRound } from "./stopping.js";
@@ -12,8 +12,8 @@ import { hex, sha256, utf8 } from "./sha256.js";
 
 /** Return a whole payload as tensors by name. Throws BundleError for one that is partial or missing. */
 export function wholeModel(manifest, received) {
-  if (!received) throw new BundleError("the assignment came without its payload");
-  if (!isWhole(manifest, received)) throw new BundleError("the payload holds a part of the model, with nothing to merge it into");
+  if (!received) throw new BundleError("the assignment has no payload");
+  if (!isWhole(manifest, received)) throw new BundleError("the payload has only a part of the model, and there is no model to merge it into");
   const tensors = new Map();
   let begin = 0;
   for (const spec of manifest.shared) {
@@ -23,16 +23,16 @@ export function wholeModel(manifest, received) {
   return tensors;
 }
 
-/** Return whether a payload leaves nothing out. */
+/** Return whether a payload has all shared values. */
 export const isWhole = (manifest, received) => received.values.length === manifest.sharedValues;
 
-/** Return what was received where a mask is, packed: what an update differs from. */
+/** Return the received values under a mask, packed: the base of an update. */
 export function sentValues(manifest, received, mask) {
   if (received && sameMask(received.mask, mask)) return received.values;
   return pack(manifest, wholeModel(manifest, received), mask);
 }
 
-/** Return a mixture personal + share * (received - personal); what was not received stays. */
+/** Return the mixture personal + share * (received - personal); tensors that were not received stay. */
 export function mixed(personal, received, share) {
   return new Map([...personal].map(([name, own]) => {
     const shared = received.get(name);
@@ -40,7 +40,7 @@ export function mixed(personal, received, share) {
   }));
 }
 
-/** Shares of the global model that are tried in a mixture with the personal one; of equally good ones the first. */
+/** Shares of the global model in the mixtures to try; the first of equally good ones is kept. */
 export const GLOBAL_SHARES = [0.25, 0.5, 0.75, 1];
 
 const learningRate = ({ settings, assignment }) =>
@@ -62,7 +62,7 @@ function fineTune(job, options = {}, purpose = "adapt") {
   return trainLoaded({ ...job, settings }, options, purpose);
 }
 
-/** Return the outcome of a round whose training has left the engine's model as it is, judged by the stop rule. */
+/** Return the outcome of a round after training, with the stop rule's decision on the engine's model. */
 async function conclude(job, result, { personal, values = null, mask = null, draw = null, counts = {} }) {
   const validate = personal !== null && job.settings.personal_model !== "last";
   const judged = await judgeRound(
@@ -79,9 +79,9 @@ async function judgeHeldOut(job) {
 }
 
 /**
- * Return a fine-tuned copy, the model `start` that it was made of, or one of their mixtures: the one of the least loss on
- * validation data, which trained none of them. With `personal_model=last` the copy. Throws TrainingDiverged if
- * the copy's loss is not finite: its training has failed then.
+ * Return a fine-tuned copy, the model `start` or one of their mixtures: the one with the lowest loss on validation data,
+ * which are not trained on. With `personal_model=last` always the copy. Throws TrainingDiverged if the copy's loss is not
+ * finite.
  */
 async function chooseCopy(job, copy, start) {
   if (job.settings.personal_model === "last") return copy;
@@ -100,7 +100,7 @@ async function chooseCopy(job, copy, start) {
   return best;
 }
 
-/** Judge what `chooseCopy` chooses; `others` has the copy if another was chosen. */
+/** Evaluate the choice of `chooseCopy`; `others` has the copy if another model was chosen. */
 async function judgeChoiceOfCopy(job, copy, start) {
   const chosen = await chooseCopy(job, copy, start), others = {};
   if (chosen !== copy) {
@@ -200,12 +200,12 @@ const fedspu = {
   },
 };
 
-/** Return the personal model with the active values received; at first, all that was received. */
+/** Return the personal model with the received active values; in the first round, the received model. */
 function startingPoint(job, mask) {
   const { manifest, received, state } = job;
   if (!state.personal) return wholeModel(manifest, received);
   if (received && !isWhole(manifest, received) && !sameMask(received.mask, mask)) {
-    throw new BundleError("the payload's mask is not the assignment's");
+    throw new BundleError("the payload's mask differs from the assignment's");
   }
   const merged = new Map([...state.personal].map(([name, values]) => [name, values.slice()]));
   mergeInPlace(manifest, merged, sentValues(manifest, received, mask), mask);

@@ -1,7 +1,7 @@
-// Windows of movement from a phone's sensors, as the task of human activities takes them.
+// Windows of movement from a phone's sensors, as inputs of the task of human activities.
 //
-// The data set was recorded on Android: a device at rest shows the push of the table, +9.8 m/s^2 along z with its face
-// up (watches of seated people: z 7.7 on average; the mean of -5.0 along x over all windows comes from watches on
+// The data set was recorded on Android: a device at rest with its face up measures +9.8 m/s^2 along z,
+// the push of the table (watches of seated people: z 7.7 on average; the mean of -5.0 along x over all windows comes from watches on
 // hanging arms). Chrome and Firefox on Android give the same signs. Safari on iPhones and iPads gives all three
 // accelerations with the opposite sign; rotations agree.
 //
@@ -23,7 +23,7 @@ const PATIENCE_MILLISECONDS = 2000;
 
 /** Turns samples at uneven times into windows at 50 Hz, half overlapping. */
 export class Windows {
-  /** @param {(values: Float32Array) => void} found gets each window, [6 * 64], channel by channel */
+  /** @param {(values: Float32Array) => void} found called with each window, [6 * 64], channel by channel */
   constructor(found) {
     this.found = found;
     this.#restart(null);
@@ -67,7 +67,7 @@ export class Windows {
  * The six values of an event, in the data set's units, axes and signs.
  * @param {DeviceMotionEvent} event
  * @param {boolean} opposite whether this browser gives accelerations with the opposite sign, see `hasOppositeSigns`
- * @returns {number[]|null} null where a sensor is missing
+ * @returns {number[]|null} null if a sensor is missing
  */
 export function valuesOf(event, opposite) {
   const { accelerationIncludingGravity: acceleration, rotationRate: rotation } = event;
@@ -130,7 +130,7 @@ export class Recorder {
     this.patience = setTimeout(() => this.#silent(), PATIENCE_MILLISECONDS);
   }
 
-  /** Stop recording; the window that was begun is dropped. */
+  /** Stop recording; the unfinished window is dropped. */
   stop() {
     removeEventListener("devicemotion", this.listen);
     clearTimeout(this.patience);

@@ -1,5 +1,5 @@
 /**
- * Fills a federation's ONNX skeleton with a model's weights, and puts its preparation in front (`export/preparation.py`). A
+ * Fill a federation's ONNX skeleton with a model's weights, and prepend its preparation (`export/preparation.py`). A
  * skeleton's initializers have only types and shapes.
  */
 import { ProtocolError } from "./errors.js";
@@ -13,8 +13,8 @@ const VALUE_NAME = 1, TENSOR_NAME = 8, TENSOR_RAW = 9, ENTRY_KEY = 1, ENTRY_VALU
 const BYTES = 2; // the wire type of text, bytes and messages
 
 /**
- * Return the model, Uint8Array. tensors: Map name -> typed array. Throws ProtocolError where the skeleton cannot be read,
- * or names a tensor that is not there.
+ * Return the model, Uint8Array. tensors: Map name -> typed array. Throws ProtocolError if the skeleton cannot be read
+ * or names an unknown tensor.
  */
 export function fillSkeleton(skeleton, tensors) {
   const graph = (message) => mapped(message, { [GRAPH_INITIALIZER]: (tensor) => filled(tensor, tensors) });
@@ -28,7 +28,7 @@ function filled(tensor, tensors) {
   const values = name && tensors.get(new TextDecoder().decode(name.body));
   if (!values) {
     if (has) return tensor;
-    throw new ProtocolError("the skeleton asks for a tensor that the model does not have; reload this page");
+    throw new ProtocolError("the skeleton has a tensor that the model does not have; reload this page");
   }
   const raw = new Uint8Array(values.buffer, values.byteOffset, values.byteLength);
   return joined([tensor, ...lengthDelimited(TENSOR_RAW, raw)]);
@@ -37,9 +37,9 @@ function filled(tensor, tensors) {
 const PREFIX = "prepare/", INPUT = "input", OUTPUT = "output";
 
 /**
- * Return a model, Uint8Array, with `properties` (name -> text) and, behind `preparation`, an ONNX file or null: its input is
- * the raw one, and everything else that the preparation brings is called `prepare/...`. Throws ProtocolError where the two
- * cannot be one model.
+ * Return a model, Uint8Array, with `properties` (name -> text) and, in front, `preparation`, an ONNX file or null. Its
+ * input is then the raw one, and the preparation's other names get the prefix `prepare/`. Throws ProtocolError if the two
+ * cannot be combined.
  */
 export function compose(model, preparation, properties) {
   const said = Object.entries(properties).flatMap(([key, value]) => {
@@ -48,13 +48,13 @@ export function compose(model, preparation, properties) {
   });
   if (!preparation) return joined([model, ...said]);
   const [behind, front] = [model, preparation].map(opsetsOf);
-  if (String(behind) !== String(front)) throw new ProtocolError("preparation and model use other versions of operators");
+  if (String(behind) !== String(front)) throw new ProtocolError("preparation and model use different versions of operators");
   const graph = graphOf(preparation);
   const together = mapped(model, { [MODEL_GRAPH]: (own) => composed(own, graph) });
   return joined([together, ...said]);
 }
 
-/** Return the model's graph with the preparation's in front; nodes stay in an order in which they can be run. */
+/** Return the model's graph after the preparation's; nodes stay in topological order. */
 function composed(model, preparation) {
   const prefixed = renamed((name) => (name === "" || name === INPUT ? name : PREFIX + name));
   const behind = renamed((name) => (name === INPUT ? PREFIX + OUTPUT : name));
@@ -64,7 +64,7 @@ function composed(model, preparation) {
   return joined([...front, ...own].map(({ whole }) => whole));
 }
 
-/** Return a function that gives every value and node of a graph, and of those in it, another name. */
+/** Return a function that renames every value and node of a graph and its subgraphs. */
 function renamed(rename) {
   const text = (bytes) => utf8(rename(new TextDecoder().decode(bytes)));
   const node = (message) => mapped(message, {
@@ -81,7 +81,7 @@ function renamed(rename) {
   return graph;
 }
 
-/** Return the operator sets that a model names, as texts in order. */
+/** Return the operator sets of a model, as texts in order. */
 function opsetsOf(model) {
   return fieldsIn(model).filter(({ number }) => number === MODEL_OPSET).map(({ body }) => String(body)).sort();
 }
@@ -92,7 +92,7 @@ function graphOf(model) {
   return graphs[0].body;
 }
 
-/** Return a message in which each field is what its change makes of it. changes: number of a field -> function. */
+/** Return a message with changed fields. changes: number of a field -> function. */
 function mapped(message, changes) {
   const parts = [];
   for (const { number, whole, body } of fieldsOf(message)) {

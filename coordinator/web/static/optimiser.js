@@ -4,7 +4,7 @@ const BETAS = [0.9, 0.999];
 const EPSILON = 1e-8;
 const { fround } = Math;
 
-/** Moves `leaves` (Map name -> Float32Array) by their gradients; its memory starts at zero. */
+/** Update `leaves` (Map name -> Float32Array) by their gradients; the optimiser's state starts at zero. */
 export class Optimiser {
   constructor(settings, learningRate, leaves) {
     this.kind = settings.optimizer;
@@ -19,7 +19,7 @@ export class Optimiser {
     this.leaves = leaves;
   }
 
-  /** Move the leaves that have a gradient (Map name -> Float32Array of the leaf's length, overwritten). */
+  /** Update the leaves that have a gradient (Map name -> Float32Array of the leaf's length, overwritten). */
   step(gradients) {
     this.steps += 1;
     const scale = this.clipped(gradients);

@@ -1,4 +1,4 @@
-// The page of a device: it draws what its worker says, and tells the worker what a person wants.
+// The page of a device: it shows the worker's state and sends the user's commands to the worker.
 
 import { Giving } from "./give.js";
 import { Taking } from "./taking.js";
@@ -7,13 +7,13 @@ import { $, put, show } from "./words.js";
 
 const federation = decodeURIComponent(location.pathname.replace(/\/+$/, "").split("/").pop());
 const worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
-const questions = new Map(); // id -> how to answer the one who waits
+const questions = new Map(); // id -> the functions that settle its promise
 let link = takeLink();
 let phase = "opening";
 
 /**
- * The enrolment token and the publisher's fingerprint of the address, which are removed from it at once: a token must not
- * lie in the browser's history. null for an address with neither.
+ * Return the address's enrolment token and publisher's fingerprint, and remove them from the address: a token must not
+ * stay in the browser's history. null for an address without either.
  */
 function takeLink() {
   const said = new URLSearchParams(location.hash.slice(1)), [token, publisher] = [said.get("token"), said.get("publisher")];
@@ -24,7 +24,7 @@ function takeLink() {
 
 const send = (message, transfer = []) => worker.postMessage(message, transfer);
 
-/** Ask the worker: its answer, or an Error where it refused. */
+/** Return the worker's answer to a command. Throws Error if the worker refuses it. */
 function request(message) {
   const id = crypto.getRandomValues(new Uint32Array(1))[0];
   return new Promise((resolve, reject) => {
@@ -33,7 +33,7 @@ function request(message) {
   });
 }
 
-/** Ask the person: true for the answer `yes`. Escape, and what has the focus at first, is `no`. */
+/** Ask the user; returns whether the answer is `yes`. Escape is `no`, which also has the focus at first. */
 function ask({ question, consequence, no, yes }) {
   put($("question"), question);
   put($("consequence"), consequence);
@@ -44,7 +44,8 @@ function ask({ question, consequence, no, yes }) {
   $("no").focus();
   return new Promise((resolve) => {
     $("ask").onclose = () => {
-      if ($("ask").open) return; // that an earlier question was closed is said late
+      // The close event of an earlier question may arrive late.
+      if ($("ask").open) return;
       resolve($("ask").returnValue === "yes");
     };
   });
@@ -85,8 +86,8 @@ function open() {
 worker.addEventListener("message", ({ data }) => answer(data));
 worker.addEventListener("error", (event) => {
   event.preventDefault();
-  show($("problem"), `This browser could not start training (${event.message || "its worker did not load"}): ` +
-    "reload the page, or try another browser that is up to date.");
+  show($("problem"), `This browser could not start training (${event.message || "its worker did not load"}). ` +
+    "Reload the page, or use another recent browser.");
 });
 addEventListener("hashchange", () => {
   const found = takeLink();

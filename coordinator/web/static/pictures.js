@@ -1,4 +1,4 @@
-// Pictures from files, the gallery or a camera, as the grey levels that a model gets.
+// Pictures from files, the gallery or a camera, as grey levels.
 
 import { areaAverage, greyLevels, placeInk } from "./drawing.js";
 import { DataError } from "./errors.js";
@@ -10,25 +10,25 @@ const INK_SIDE = 280; // the side in which handwriting is looked for
 const FAINTEST = 0.35; // ink differs from the paper by this share of the largest difference, or is none
 
 /**
- * A picture's middle, scaled down to what a model takes.
- * @param {File|Blob} file of any format that the browser shows
+ * Return a picture's middle, scaled down to the model's input.
+ * @param {File|Blob} file in any format that the browser can show
  * @param {[number, number, number]} shape [C, H, W], C 1 (grey) or 3 (red, green, blue)
  * @returns {Promise<Float32Array>} [C * H * W] grey levels 0..255
- * @throws {DataError} where the file is too large or no picture
+ * @throws {DataError} if the file is too large or not a picture
  */
 export const readPicture = (file, shape) => withPicture(file, (picture) => levelsOf(picture, shape));
 
 /**
- * A picture of handwriting, placed as drawings are: light ink on 0, whichever of ink and paper is darker.
+ * Return a picture of handwriting, placed as drawings: light ink on 0, whether ink or paper is darker.
  * @param {File|Blob} file
  * @param {[1, number, number]} shape
  * @returns {Promise<Float32Array>} [H * W] grey levels 0..255
- * @throws {DataError} where the file is too large, no picture, or nothing is written on it
+ * @throws {DataError} if the file is too large, not a picture, or shows no handwriting
  */
 export const readHandwriting = (file, shape) => withPicture(file, (picture) => handwritingOf(picture, shape));
 
 /**
- * The middle of a picture or of a video's present frame, scaled down by area averaging.
+ * Return the middle of a picture or of a video's present frame, scaled down by area averaging.
  * @param {CanvasImageSource} picture
  * @param {[number, number, number]} shape [C, H, W], C 1 or 3
  * @returns {Float32Array} [C * H * W] grey levels 0..255
@@ -46,7 +46,7 @@ export function levelsOf(picture, [channels, height, width]) {
   return levels;
 }
 
-/** As `levelsOf` for handwriting, see `readHandwriting`. Throws DataError where nothing is written. */
+/** As `levelsOf` for handwriting, see `readHandwriting`. Throws DataError without handwriting. */
 export function handwritingOf(picture, shape) {
   const grey = levelsOf(picture, [1, INK_SIDE, INK_SIDE]);
   const edge = grey.filter((_, at) => at < INK_SIDE || at % INK_SIDE === 0 || at >= INK_SIDE * (INK_SIDE - 1));
@@ -64,7 +64,7 @@ export function handwritingOf(picture, shape) {
 }
 
 /**
- * How pictures of a task are read.
+ * Return the readers of a task's pictures.
  * @param {string} task
  * @returns {{file: typeof readPicture, video: typeof levelsOf}} of a file, and of a video's present frame
  */
@@ -107,7 +107,7 @@ async function decode(file) {
   }
 }
 
-/** Crop to the middle in the wanted ratio, then halve while twice the wanted size is kept: ImageData. */
+/** Crop to the middle in the wanted ratio, then halve down to at least twice the wanted size: ImageData. */
 function middle(picture, height, width) {
   const fullWidth = picture.videoWidth || picture.naturalWidth || picture.width;
   const fullHeight = picture.videoHeight || picture.naturalHeight || picture.height;
@@ -135,7 +135,7 @@ function drawn(source, left, top, width, height, toWidth, toHeight) {
   return canvas;
 }
 
-/** A live camera in a <video>; there is one only on pages that came over HTTPS. */
+/** A live camera in a <video>; available only on pages that came over HTTPS. */
 export class Camera {
   /** Whether the browser lets this page ask for a camera. */
   static get isThere() {
@@ -147,7 +147,7 @@ export class Camera {
     this.video = video;
   }
 
-  /** Ask for the camera at the back and show what it sees. Throws DataError where it is refused. */
+  /** Open the camera at the back and show its picture. Throws DataError if it is refused. */
   async open() {
     try {
       const wanted = { video: { facingMode: "environment", width: { ideal: 640 } }, audio: false };
@@ -170,7 +170,7 @@ export class Camera {
     return new File([content], "the photograph", { type: content.type });
   }
 
-  /** Let go of the camera. */
+  /** Release the camera. */
   close() {
     for (const track of this.video.srcObject?.getTracks() ?? []) track.stop();
     this.video.srcObject = null;

@@ -5,25 +5,25 @@ import { sha256, utf8 } from "./sha256.js";
 
 const PSEUDO_COUNT = 0.5;
 const TOLERANCE = 1e-3;
-/** What an assignment's plan says, once it is decided: whether outputs are adjusted. */
+/** The plan's entry for the decision whether outputs are adjusted. */
 const ADJUSTS = "adjusts_logits";
 const VECTORS = 8;
 
-/** What a device adds to the last layer's bias when values come in, and takes off it when they go out. */
+/** The offset that a device adds to the last layer's bias on receipt and subtracts before it sends. */
 export class LabelPrior {
   /**
-   * offset: Float32Array, a value for each class; bias: the name of the tensor that has it; sketch: what is told of the
-   * frequencies, null of fewer than two samples.
+   * offset: Float32Array, a value for each class. bias: the name of the bias tensor. sketch: the sketch of the frequencies
+   * to send, null for fewer than two samples.
    */
   constructor(manifest, bias, offset, sketch) {
     Object.assign(this, { manifest, bias, offset, sketch });
   }
 
-  /** Return the prior of these training targets; null where the federation adjusts nothing. Throws Error without a bias. */
+  /** Return the prior of these training targets; null if the federation does not use it. Throws Error without a bias. */
   static of(manifest, settings, targets) {
     if (!settings.logit_adjustment) return null;
     const spec = manifest.outputBias;
-    if (!spec) throw new Error("no page can take part here: the model's last layer has no bias for each class, which logit_adjustment needs");
+    if (!spec) throw new Error("pages cannot take part: logit_adjustment needs a bias for each class in the model's last layer");
     const seen = new Float64Array(spec.size);
     for (const target of targets) seen[Number(target)] += 1;
     const counts = seen.map((count) => count + PSEUDO_COUNT);
@@ -43,7 +43,7 @@ export class LabelPrior {
     for (let begin = 0; begin < after.length; begin += classes) {
       const moved = centred(after.subarray(begin, begin + classes).map((value, i) => value - before[begin + i]));
       if (moved.some((value, i) => !(Math.abs(value - wanted[i]) <= TOLERANCE * largest))) {
-        throw new Error("no page can take part here: the model's outputs do not follow its last layer's bias, which logit_adjustment needs");
+        throw new Error("pages cannot take part: logit_adjustment needs outputs that change with the last layer's bias");
       }
     }
   }
@@ -59,14 +59,14 @@ export class LabelPrior {
   }
 }
 
-/** Return whether a round adjusts outputs: where that depends on the label skew, its assignments say so. */
+/** Return whether a round adjusts outputs. If that depends on the label skew, the assignment's plan has the decision. */
 export const adjusts = ({ settings, plan }) => !settings.logit_adjustment_from || plan?.[ADJUSTS] === true;
 
-/** Return whether devices are to tell of their labels, because it is not decided whether outputs are adjusted. */
+/** Return whether devices send a sketch of their labels, because it is not yet decided whether outputs are adjusted. */
 export const asksForLabels = ({ settings, plan }) =>
   Boolean(settings.logit_adjustment && settings.logit_adjustment_from) && plan?.[ADJUSTS] === undefined;
 
-/** Return what is told of class frequencies: `sparrow/protocol/skew.py`. */
+/** Return the sketch of class frequencies: `sparrow/protocol/skew.py`. */
 export function sketchOf(counts) {
   const samples = sum(counts);
   if (samples < 2) return null;
@@ -76,7 +76,7 @@ export function sketchOf(counts) {
   return { sketch: sketch.map((value) => Math.max(-1, Math.min(1, value))), samples };
 }
 
-/** Return scores less their mean: what is left of them where outputs are logarithms of a softmax. */
+/** Return scores minus their mean, because outputs may be logarithms of a softmax. */
 function centred(scores) {
   const mean = sum(scores) / scores.length;
   return scores.map((value) => value - mean);

@@ -1,10 +1,10 @@
-/** What an author signs of a model, and how a federation is held to it: `sparrow/protocol/publication.py`. */
+/** The signed statement about a model, and its comparison with a federation: `sparrow/protocol/publication.py`. */
 import { BadPublication } from "./errors.js";
 import { digestHex } from "./sha256.js";
 
 const FIELDS = ["version", "federation", "edition", "task", "manifest", "graphs", "weights", "settings"];
 const GRAPHS = ["skeleton", "step", "evaluation", "preparation"];
-/** Fields of a manifest that a coordinator may change, or that are compared by themselves. */
+/** Fields of a manifest that a coordinator may change, or that are compared separately. */
 const LEFT_OUT = new Set(["tensors", "blocks", "outputs", "first_sha256", ...GRAPHS.map((name) => `${name}_sha256`)]);
 const SEEDS = /"seed":\s*\{"only":\s*\[[^\]]*\]/g, LONG = /([[,\s])(\d{16,19})(?=[\],\s])/g;
 
@@ -13,13 +13,13 @@ const isDigest = (value) => typeof value === "string" && /^[0-9a-f]{64}$/.test(v
 
 /**
  * Return the content of a publication's statement, unchecked: { federation, edition, task, manifest, graphs, weights,
- * settings }, the last three Maps. Throws BadPublication if it cannot be read: a field that this page does not know may
- * forbid something.
+ * settings }, the last three Maps. Throws BadPublication if it cannot be read or has an unknown field, which may forbid
+ * something.
  */
 export function termsOf(statement) {
   let said = null;
   try {
-    // Seeds above 2^53 are kept as text here as in all settings.
+    // Seeds above 2^53 are kept as text, as in all settings.
     said = JSON.parse(statement.replace(SEEDS, (seeds) => seeds.replace(LONG, '$1"$2"')));
   } catch { /* said below */ }
   const sound = isRecord(said) && Object.keys(said).every((name) => FIELDS.includes(name)) && said.version === 1
@@ -28,7 +28,7 @@ export function termsOf(statement) {
     && [said.graphs, said.weights].every((each) => isRecord(each) && Object.values(each).every(isDigest))
     && Object.keys(said.graphs).every((name) => GRAPHS.includes(name))
     && isRecord(said.settings) && Object.values(said.settings).every(isRange);
-  if (!sound) throw new BadPublication("the publication cannot be read; reload this page, or have the model published again");
+  if (!sound) throw new BadPublication("the publication cannot be read; reload this page, or ask the author to publish the model again");
   const [graphs, weights, settings] = [said.graphs, said.weights, said.settings].map((each) => new Map(Object.entries(each)));
   return { ...said, graphs, weights, settings };
 }
@@ -41,8 +41,8 @@ function isRange(range) {
 }
 
 /**
- * Throw BadPublication unless a federation's manifest is that of signed terms, as far as devices allow changes.
- * manifest, published: Manifests; no method of a page makes another model of the published one.
+ * Throw BadPublication if a federation's manifest differs from the signed terms by more than devices allow.
+ * manifest, published: Manifests. No method of a page derives another model from the published one.
  */
 export function checkTerms(terms, federation, manifest, published) {
   if (terms.federation !== federation) {
@@ -51,14 +51,14 @@ export function checkTerms(terms, federation, manifest, published) {
   for (const name of GRAPHS) {
     const digest = manifest.files.get(name);
     if (digest === undefined || terms.graphs.get(name) === digest) continue;
-    throw new BadPublication(`the ${name} of ${federation} is not the one that its publisher has signed; ask the operator ` +
+    throw new BadPublication(`the ${name} of ${federation} is not the one that its publisher signed; ask the operator ` +
       "which model this is");
   }
   const other = differs(published.said, manifest.said);
-  if (other !== null) throw new BadPublication(`${federation}: ${other} is not as its publisher has signed it`);
+  if (other !== null) throw new BadPublication(`${federation}: ${other} differs from the signed manifest`);
 }
 
-/** Return what of a manifest (its JSON) is otherwise than published, and may not be; null if nothing is. */
+/** Return the name of a part of a manifest (its JSON) that differs from the published one and may not; else null. */
 export function differs(published, manifest) {
   const byName = ({ tensors }) => new Map(tensors.map((spec) => [spec.name, spec]));
   const before = byName(published), after = byName(manifest);
@@ -93,6 +93,6 @@ export async function checkWeights(terms, manifest, values) {
     begin += size;
     if (wanted === undefined) continue;
     const found = await digestHex(new Uint8Array(part.buffer, part.byteOffset, part.byteLength));
-    if (found !== wanted) throw new BadPublication(`${name}: its first values are not those that the publisher has signed`);
+    if (found !== wanted) throw new BadPublication(`${name}: its first values are not those that the publisher signed`);
   }
 }

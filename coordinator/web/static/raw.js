@@ -1,4 +1,4 @@
-/** Raw samples, as a preparation's description has them: their types, and pictures and records in their axes. */
+/** Raw samples as a preparation describes them: types, and the axes of pictures and records. */
 import { readPixels } from "./pixels.js";
 
 /** Types of raw samples -> their arrays, and the limits of integers. */
@@ -12,7 +12,7 @@ export const LIMITS = {
 };
 
 /**
- * Return "picture" or "sound" where a federation's samples are files of such, each kept by itself; else null.
+ * Return "picture" or "sound" if a federation's samples are such files; else null.
  *
  * raw: { reader, dtype, shape, free, rate } of the description, or null.
  */
@@ -23,7 +23,7 @@ export function mediumOf(raw) {
 }
 
 /**
- * Return { values, shape } of a sample that is kept by itself, as `readMedium` gives it: a picture's pixels, or a sound.
+ * Return { values, shape } of a sample as `readMedium` returns it: a picture's pixels, or a sound.
  * Throws DataError, naming the picture's file.
  */
 export async function decoded(sample, raw) {
@@ -32,9 +32,8 @@ export async function decoded(sample, raw) {
 }
 
 /**
- * Return the shape of what is drawn, photographed or recorded for a federation: [C, H, W] or [C, T]; its input's without a
- * description. Of pictures only the scale of bytes is known, so that others come from files; null for these and rows, and
- * where each sample has a size of its own.
+ * Return the shape of a drawing, photograph or recording for a federation: [C, H, W] or [C, T]; the input's shape without a
+ * description. null for rows, samples of different sizes, and pictures that are not bytes, which come from files.
  *
  * raw: { dtype, shape, axes, free } of the description, or null.
  */

@@ -1,4 +1,4 @@
-// Recording movement with a countdown, and dropping what was moved only to reach the button.
+// Recording movement with a countdown; the movement towards the button is dropped.
 
 import { screen } from "./conditions.js";
 import { Recorder } from "./motion.js";
@@ -7,7 +7,7 @@ import { $, many, put } from "./words.js";
 const COUNTDOWN_SECONDS = 3;
 const DROPPED = 2; // the last windows of a recording: the hand that stops it moves the device
 
-/** The buttons and texts with which one activity after the other is recorded. */
+/** The buttons and texts to record activities. */
 export class MotionPanel {
   /**
    * @param {object} told
@@ -29,13 +29,13 @@ export class MotionPanel {
     });
   }
 
-  /** Choose the class of what is recorded from now on. */
+  /** Choose the class of later recordings. */
   choose(label) {
     this.stop();
     this.label = label;
   }
 
-  /** Begin with a countdown, or stop. Throws DataError where there are no sensors. */
+  /** Begin with a countdown, or stop. Throws DataError without sensors. */
   async toggle() {
     if (this.isOn) return this.stop();
     await this.recorder.allow();
@@ -46,7 +46,7 @@ export class MotionPanel {
     this.#count(COUNTDOWN_SECONDS);
   }
 
-  /** Stop; nothing happens where nothing is recorded. */
+  /** Stop recording, if it is on. */
   stop() {
     if (!this.isOn) return;
     this.isOn = false;

@@ -1,6 +1,6 @@
 /**
- * Updates in int8 (`sparrow/protocol/quantization.py`, `edge_sdk/device/rounding.py`): whole numbers of a scale for each
- * row, rounded at random; what rounding takes is added to the next update.
+ * Updates in int8 (`sparrow/protocol/quantization.py`, `edge_sdk/device/rounding.py`): integers with a scale for each row,
+ * rounded at random; the rounding residual is added to the next update.
  */
 import { product } from "./manifest.js";
 import { activeAxes, eachBlock, mergeInPlace, pack } from "./masks.js";
@@ -25,8 +25,8 @@ function rowLengths(manifest, mask) {
 }
 
 /**
- * Return { numbers: Int8Array [n], scales: Float32Array [rows], owed: Map }: an update as whole numbers, and what
- * rounding takes from it. values, base: Float32Array [n], the update and what was received. owed: what it took before,
+ * Return { numbers: Int8Array [n], scales: Float32Array [rows], owed: Map }: an update as integers, and its rounding
+ * residual. values, base: Float32Array [n], the update and the values received. owed: the residual so far,
  * Map name -> Float32Array, or null. seed: BigInt.
  */
 export function roundUpdate(manifest, mask, values, base, owed, seed) {
@@ -66,7 +66,7 @@ function eachValue(lengths, visit) {
   });
 }
 
-/** Round up what rounding would make negative in buffers that hold nothing negative, as running variances do. */
+/** Round up in buffers without negative values, such as running variances, if rounding would make a value negative. */
 function stayPositive(manifest, mask, values, base, numbers, scales, lengths) {
   const rows = new Int32Array(numbers.length);
   eachValue(lengths, (i, row) => (rows[i] = row));

@@ -1,10 +1,10 @@
 /**
- * One device's conversation with its coordinator: `edge_sdk/device/session/`. `step` does one thing and returns;
- * between steps everything that matters is in the store, so that a page may be closed anywhere:
+ * One device's session with its coordinator: `edge_sdk/device/session/`. `step` does one task and returns. The state is
+ * in the store between steps, so a page may be closed at any moment:
  *
- *     before the state is kept   the assignment is still open: it is given again and done again, from the same model and
- *                                with the same random numbers, so to the same update
- *     after it                   the outbox holds the update: it is sent again, byte for byte, and counts once
+ *     before the state is kept   the assignment is still open: it is sent and trained again, with the same model and the
+ *                                same random numbers, and gives the same update
+ *     after                      the outbox has the update: it is sent again, byte for byte, and counts once
  */
 import { decode, encode, largestPayload } from "./bundle.js";
 import { Engine, threads } from "./engine.js";
@@ -35,10 +35,10 @@ const AT_FIRST = {
 };
 
 /**
- * One device in one federation. transport: its calls. store: what it keeps. data(): a promise of { train, validation, test }
- * as Batches, the device's own, prepared. tell(changes): called with what the screen is to show. checkpoint(left): awaited
- * between batches with the seconds left of the round's deadline; it may wait, or throw Paused. publisher: the fingerprint
- * of the only one whose model it trains, or null.
+ * One device in one federation. transport: its calls. store: its state. data(): a promise of the prepared samples,
+ * { train, validation, test } as Batches. tell(changes): called with changes of the screen. checkpoint(left): awaited
+ * between batches with the seconds until the round's deadline; it may wait, or throw Paused. publisher: the fingerprint
+ * of the only publisher to accept, or null.
  */
 export class Session {
   constructor(federation, { transport, store, data, tell, checkpoint, publisher = null }) {
@@ -50,7 +50,7 @@ export class Session {
     this.faults = 0;
   }
 
-  /** Read what is kept here and what the coordinator says of the federation. Throws Refused, Error. */
+  /** Read the state kept here, and fetch the federation. Throws Refused, Error. */
   async open() {
     this.identity = (await this.store.get("identity")) ?? null;
     this.progress = { ...AT_FIRST, ...((await this.store.get("progress")) ?? {}) };
@@ -62,13 +62,13 @@ export class Session {
     if (this.identity?.previous) await this.settleToken();
   }
 
-  /** Ask about the federation and load its model. Returns false where a file is not the one that its digest names. */
+  /** Fetch the federation and load its model. Returns false if a file does not match its digest. */
   async opened() {
     const info = await this.askForFederation();
     if (this.identity && this.identity.uid !== info.uid) {
-      throw new Error(`this browser took part in another federation that was called ${this.federation}; choose "Forget me" first`);
+      throw new Error(`this browser took part in an earlier federation with the name ${this.federation}; choose "Forget me" first`);
     }
-    if (!info.device_kinds.includes("page")) throw new Error(`no page can take part here: ${info.no_pages_because}`);
+    if (!info.device_kinds.includes("page")) throw new Error(`pages cannot take part: ${info.no_pages_because}`);
     try {
       await this.loadModel(info, info.manifest_digest);
     } catch (error) {
@@ -90,15 +90,15 @@ export class Session {
   }
 
   /**
-   * Load manifest, files of values and the engine; each is downloaded once, and has the digest that names it. Nothing
-   * changes for a model that is not the signed one: throws BadPublication.
+   * Load manifest, files of values and the engine. Each file is downloaded once and checked against its digest. Throws
+   * BadPublication, without any change, for a model that is not the signed one.
    */
   async loadModel(info, digest) {
     const text = await this.cached("manifest.json", digest, "manifest", MAX_MANIFEST);
     const manifest = new Manifest(decoded(text));
-    if (!manifest.files.has("step")) throw new Error("the model was published without a training step");
+    if (!manifest.files.has("step")) throw new Error("the model has no training step; ask its author to publish it again");
     if (this.manifest && this.manifest.valuesDigest !== manifest.valuesDigest) {
-      throw new ProtocolError('the federation\'s model has other values than before; choose "Forget me" and take part anew');
+      throw new ProtocolError('the federation has another model than before; choose "Forget me" and take part again');
     }
     await this.trust.admit(info, manifest, () => this.transport.publication(this.federation));
     const [frozen, first] = [await this.values(manifest, "frozen"), await this.values(manifest, "first")];
@@ -117,26 +117,26 @@ export class Session {
     this.method = METHODS[this.info.method];
   }
 
-  /** Return a file by its digest: the one that is kept, or a download. Throws ProtocolError for another one. */
+  /** Return the file with this digest, kept or downloaded. Throws ProtocolError if the download does not match. */
   async cached(key, wanted, path, most) {
     const kept = await this.store.get(key);
     if (kept && (await digestHex(kept)) === wanted) return kept;
     const file = await this.transport.file(this.federation, path, most);
-    if ((await digestHex(file)) !== wanted) throw new ProtocolError(`${path} has not the SHA-256 that names it; reload this page`, "bad-payload/damaged");
+    if ((await digestHex(file)) !== wanted) throw new ProtocolError(`${path} does not match its SHA-256; reload this page`, "bad-payload/damaged");
     await this.store.put({ [key]: file });
     return file;
   }
 
   /**
-   * Return the training step for a share of neurons, downloaded once for each of this model. The coordinator makes it of
-   * the signed one, which a page cannot do or check: here it trusts the coordinator.
+   * Return the training step for a share of neurons, downloaded once for each share of this model. The coordinator derives
+   * it from the signed one. A page cannot check that, so it trusts the coordinator here.
    */
   async trainingStep(ratio) {
     const key = `step ${ratio}`, of = this.manifest.files.get("step");
     const kept = await this.store.get(key);
     if (kept?.of === of && (await digestHex(kept.bytes)) === kept.sha256) return kept.bytes;
     const step = await this.transport.step(this.federation, ratio, MAX_GRAPH);
-    if ((await digestHex(step.bytes)) !== step.sha256) throw new ProtocolError("the training step was damaged on the way", "bad-payload/damaged");
+    if ((await digestHex(step.bytes)) !== step.sha256) throw new ProtocolError("the training step does not match its SHA-256; reload this page", "bad-payload/damaged");
     await this.store.put({ [key]: { ...step, of } });
     return step.bytes;
   }
@@ -151,7 +151,7 @@ export class Session {
     return tensors;
   }
 
-  /** Load the personal model, checked. */
+  /** Load the personal model and check its digest. */
   async loadState() {
     const { personal = null, owed = null } = (await this.read("model")) ?? {};
     this.personal = personal;
@@ -163,19 +163,20 @@ export class Session {
   async read(key) {
     const kept = await this.store.get(key);
     if (kept && kept.sha256 !== digestOf(kept.tensors)) {
-      throw new Error('what this browser kept of the model is damaged; choose "Forget me" and take part anew');
+      throw new Error('the model in this browser is damaged; choose "Forget me" and take part again');
     }
     return kept?.tensors;
   }
 
   // --- identity ------------------------------------------------------------------------------------------------------
 
-  /** Enrol under a name, or go on as the device that this browser is. Throws Refused. */
+  /** Enrol under a name, or continue as the device of this browser. Throws Refused. */
   async join(name, budget) {
     this.budget = budget;
     const { train } = await this.data();
     await this.prior(this.info.settings, train)?.check(this.engine, train);
-    if (!this.identity?.token && this.identity?.name !== name) { // another name where the first was taken
+    // The first name may have been taken.
+    if (!this.identity?.token && this.identity?.name !== name) {
       const key = hex(crypto.getRandomValues(new Uint8Array(32)));
       this.identity = { uid: this.info.uid, name, key, device: null, token: null, previous: null, budget };
       await this.keepIdentity({});
@@ -188,7 +189,7 @@ export class Session {
     await this.keepIdentity({ budget });
   }
 
-  /** Return this device's class frequencies, where the federation adds them to outputs; else null. */
+  /** Return this device's class frequencies if the federation adjusts outputs by them; else null. */
   prior(settings, train) {
     return LabelPrior.of(this.manifest, settings, train.targets);
   }
@@ -226,7 +227,7 @@ export class Session {
     await this.settleToken();
   }
 
-  /** Use a new token for the first time, or go on with the old one where it is refused. */
+  /** Try the new token; keep the old one if it is refused. */
   async settleToken() {
     let { token } = this.identity;
     this.transport.token = token;
@@ -243,7 +244,7 @@ export class Session {
     if (this.identity?.device) await this.transport.changeDevice(this.identity.device, change);
   }
 
-  /** Report that the device is away, and why: a word of the contract, or a failure. */
+  /** Mark the device unavailable. reason: a reason of the contract, or a failure. */
   away(reason) {
     return this.say({ conditions: { available: false, reason } });
   }
@@ -251,9 +252,8 @@ export class Session {
   // --- steps ---------------------------------------------------------------------------------------------------------
 
   /**
-   * Send what is waiting to be sent, or ask for work and do it, or find that there is none. Returns "worked", "idle" or
-   * "over". A fault of the coordinator ends no device: the work is handed back, and the device rests. Throws Stopped,
-   * and Refused where that is final.
+   * Send a pending update, ask for work and do it. Returns "worked", "idle" (no work) or "over". After a fault of the
+   * coordinator the device returns the work, waits and continues. Throws Stopped, and Refused if that is final.
    */
   async step() {
     try {
@@ -268,11 +268,11 @@ export class Session {
     }
   }
 
-  /** Return what to say of a fault of the coordinator, after which the device rests for `nextRest` seconds. */
+  /** Return the message for a fault of the coordinator, and set the seconds to wait, `nextRest`. */
   again(fault) {
     this.nextRest = Math.min(FIRST_REST * 2 ** this.faults, LONGEST_REST);
     this.faults = Math.min(this.faults + 1, 30);
-    return `${fault}; this page tries again in ${Math.round(this.nextRest)} s`;
+    return `${fault}; retrying in ${Math.round(this.nextRest)} s`;
   }
 
   async rest(fault) {
@@ -289,7 +289,7 @@ export class Session {
     let assignment = this.next;
     this.next = null;
     if (!assignment) {
-      this.tell({ phase: "waiting", detail: this.trust.refused ?? "waits for work", work: null });
+      this.tell({ phase: "waiting", detail: this.trust.refused ?? "waiting for work", work: null });
       try {
         const answer = await this.orEnrolAgain(() => this.ask());
         assignment = answer.assignment;
@@ -322,7 +322,8 @@ export class Session {
   }
 
   async failed(assignment, error) {
-    const rests = error instanceof BundleError || error instanceof BadPublication; // after it is handed back
+    // For these errors, the caller returns the work and waits.
+    const rests = error instanceof BundleError || error instanceof BadPublication;
     if (error instanceof TrainingDiverged || (error instanceof ProtocolError && !rests)) {
       this.tell({ failure: error.message });
       await this.giveUp(assignment, failureOf(error));
@@ -335,7 +336,7 @@ export class Session {
     }
   }
 
-  /** Have the coordinator hear of this device while it works. */
+  /** Send heartbeats during some work. */
   async heard({ id, silence = 60 }, work) {
     const timer = setInterval(() => this.transport.heartbeat(id), (1000 * silence) / BEATS);
     try {
@@ -361,7 +362,7 @@ export class Session {
     const { kind } = assignment;
     const known = kind === "compare" ? this.method.mixesGlobal : kind !== "prepare" && this.method[kind];
     if (!known) {
-      throw new ProtocolError(`${this.info.method} on a page has no work of kind ${kind}`, "unknown-work");
+      throw new ProtocolError(`pages do not support work of kind ${kind} for ${this.info.method}`, "unknown-work");
     }
     const job = await this.jobOf(assignment);
     if (kind === "evaluate") return this.evaluate(job);
@@ -372,7 +373,7 @@ export class Session {
   async jobOf(assignment) {
     const { kind, round, payload, settings } = assignment;
     const deadline = Date.now() + 1000 * assignment.deadline_seconds;
-    this.tell({ phase: payload ? "downloading" : "waiting", detail: "downloads the model", work: { kind, round, step: 0, steps: 0, loss: null, deadline } });
+    this.tell({ phase: payload ? "downloading" : "waiting", detail: "downloading the model", work: { kind, round, step: 0, steps: 0, loss: null, deadline } });
     const data = await this.data();
     const trains = TRAINING.includes(kind);
     if (trains) this.trust.checkSteps(settings.local_steps ?? settings.local_epochs * data.train.length);
@@ -382,7 +383,7 @@ export class Session {
     let received = null;
     if (payload) {
       if (payload.bytes > largestPayload(this.manifest)) {
-        throw new BundleError(`a payload of ${payload.bytes} bytes is more than this model has`, "bad-payload/size");
+        throw new BundleError(`the payload has ${payload.bytes} bytes, more than this model can have`, "bad-payload/size");
       }
       received = decode(await this.transport.payload(assignment.assignment_id, payload), this.manifest);
       if (trains) await this.trust.checkFirstWeights(this.manifest, assignment, received);
@@ -406,7 +407,7 @@ export class Session {
   async train(job) {
     const { assignment } = job;
     const first = await this.judgeFirst(job);
-    this.tell({ phase: "training", detail: `trains in round ${assignment.round}` });
+    this.tell({ phase: "training", detail: `training in round ${assignment.round}` });
     const training = this.phase();
     const trained = await this.method[assignment.kind](job);
     const train = { ...training.end(), paused_seconds: job.paused() };
@@ -423,7 +424,7 @@ export class Session {
     }, { personal: trained.personal, best, owed });
   }
 
-  /** Return an update's body, a bundle or JSON, and what rounding takes from it, if it does. */
+  /** Return an update's body, a bundle or JSON, and its rounding residual if it is rounded. */
   packed(job, trained, train) {
     const { mask, draw } = trained, { precision } = job.settings;
     const unadjusted = (values) => (job.prior ? job.prior.moved(values, mask, -1) : values);
@@ -438,19 +439,19 @@ export class Session {
     return { body: encode(this.manifest, rounded, mask, { draw, precision, report }), owed: rounded.owed };
   }
 
-  /** Return the best personal model's note after a round: the round's own unless its validation data speak against it. */
+  /** Return the note of the best personal model after a round: the round's own, unless an older one validates better. */
   bestOf(job, trained) {
     if (!trained.personal || job.settings.personal_model === "last") return null;
     const newest = this.noteOf(job, trained.validation);
     return this.progress.best && givesWay(trained.validation, newest.lowest) ? null : newest;
   }
 
-  /** Return the note of a personal model: its round, itself on validation data, the lowest loss there of all so far. */
+  /** Return the note of a personal model: round, validation result, and the lowest validation loss so far. */
   noteOf(job, validation) {
     return { round: job.assignment.round, validation, lowest: Math.min(validation.loss, this.progress.best?.lowest ?? Infinity) };
   }
 
-  /** Return how good the model is as first received, before any local training; nothing where that is known. */
+  /** Return the accuracy of the first model received, before any local training; {} if it is known. */
   async judgeFirst(job) {
     if (this.progress.rounds || this.progress.accuracyBefore !== null) return {};
     const { manifest, received } = job;
@@ -462,7 +463,7 @@ export class Session {
   }
 
   async evaluate(job) {
-    this.tell({ phase: "evaluating", detail: `judges the model in round ${job.assignment.round}` });
+    this.tell({ phase: "evaluating", detail: `evaluating the model in round ${job.assignment.round}` });
     const measuring = this.phase();
     const finishing = await this.mixWithGlobal(job);
     const judged = await this.method.evaluate({ ...job, state: { ...job.state, personal: this.best ?? this.personal } });
@@ -478,7 +479,7 @@ export class Session {
 
   async adapt(job) {
     const first = await this.judgeFirst(job);
-    this.tell({ phase: "training", detail: "makes its own model of the finished one" });
+    this.tell({ phase: "training", detail: "adapting the finished model" });
     const training = this.phase();
     const personal = await this.method.adapt(job);
     const train = { ...training.end(), paused_seconds: job.paused() };
@@ -493,8 +494,8 @@ export class Session {
   }
 
   /**
-   * Keep a mixture of the personal and the finished global model as the best one, where validation speaks for it; with
-   * `finetune_epochs` one of them is also trained once more, within the budget. Returns the FLOPs of that.
+   * Keep a mixture of the personal and the finished global model if its validation loss is lower than the best model's.
+   * With `finetune_epochs` one mixture is also trained within the budget. Returns the FLOPs of that.
    */
   async mixWithGlobal(job) {
     const own = this.personal;
@@ -513,9 +514,9 @@ export class Session {
     }
   }
 
-  /** Tell what this page may gain by another model than the finished one. */
+  /** Report the gains of other models over the finished one on validation data. */
   async compare(job) {
-    this.tell({ phase: "evaluating", detail: "compares the finished model with others" });
+    this.tell({ phase: "evaluating", detail: "comparing the finished model with others" });
     const measuring = this.phase();
     const { models, flops } = await candidatesOf(job, this.method);
     const evidence = await evidenceOf(this.engine, models, job.data.validation);
@@ -524,7 +525,7 @@ export class Session {
     await this.keepAndSend(job.assignment, JSON.stringify(receipt), {});
   }
 
-  /** Keep as the best model the candidate that all devices' validation data speak for; returns FLOPs of making them. */
+  /** Keep the candidate that is best by all devices' evidence as the best model; returns the FLOPs of the candidates. */
   async takeByEvidence(job) {
     const { models, flops } = await candidatesOf(job, this.method);
     const evidence = await evidenceOf(this.engine, models, job.data.validation);
@@ -538,7 +539,7 @@ export class Session {
     return flops;
   }
 
-  /** Keep a model as the best one, where validation data speak for it. share: of the global model in it. */
+  /** Keep a model as the best one if its validation loss is the lowest. share: of the global model in it. */
   async keepIfBetter(job, tensors, share) {
     this.engine.load(tensors);
     const validation = await this.engine.evaluate(job.data.validation).catch(() => null);
@@ -573,8 +574,8 @@ export class Session {
 
   async send(pending) {
     const body = await this.store.get("outbox");
-    if (!body || (await digestHex(body)) !== pending.sha256) throw new Error('the update that was kept is damaged; choose "Forget me"');
-    this.tell({ phase: "uploading", detail: "sends what it has learnt" });
+    if (!body || (await digestHex(body)) !== pending.sha256) throw new Error('the update in this browser is damaged; choose "Forget me" and take part again');
+    this.tell({ phase: "uploading", detail: "sending the update" });
     const upload = this.phase();
     try {
       this.next = await this.transport.update(pending.id, body, pending.text, this.progress.uploadCost);
@@ -587,7 +588,7 @@ export class Session {
     await this.keepProgress({ pending: null, uploadCost: cost }, { outbox: undefined, before: undefined });
   }
 
-  /** The round is over, or the update was refused: the local step stays, what rounding took from it does not. */
+  /** Keep the local step of an update that was not accepted; restore its rounding residual. */
   async notCounted(pending, error) {
     const before = await this.read("before");
     const entries = { outbox: undefined, before: undefined };
@@ -611,7 +612,7 @@ export class Session {
 
   // --- the model -----------------------------------------------------------------------------------------------------
 
-  /** Return the tensors to predict with: the best personal model, else the global one as last received; or null. */
+  /** Return the tensors to predict with: the best personal model, else the last global one; or null. */
   bestTensors() {
     const own = this.best ?? this.personal;
     if (own || !this.received) return own;
@@ -621,13 +622,12 @@ export class Session {
   }
 
   /**
-   * Return the answer of that model, Float32Array, to one sample, which is raw if the federation has a preparation, and the
-   * only one of an array if such samples are kept by themselves; also while another model trains. Throws Error without a
-   * model.
+   * Return the model's output for one sample, Float32Array, also during training. sample: raw if the federation has a
+   * preparation; an array of one if samples may have different sizes. Throws Error without a model.
    */
   async predict(sample) {
     const tensors = this.bestTensors();
-    if (!tensors) throw new Error("there is no model yet: take part in a round first");
+    if (!tensors) throw new Error("there is no model yet; take part in a round first");
     const input = this.manifest.preparation ? await this.engine.prepare({ inputs: sample, count: 1 }) : sample;
     return this.engine.predict(input, tensors);
   }
@@ -639,7 +639,7 @@ export class Session {
     return { bytes_down: bytes_down + down, bytes_up: bytes_up + up, frozen_down: frozen_down + frozen };
   }
 
-  /** Measure a phase: `end()` gives its cost as the contract has it. */
+  /** Measure a phase; `end()` returns its cost in the contract's form. */
   phase() {
     const begin = performance.now(), before = { ...this.transport.traffic };
     return {
@@ -657,7 +657,7 @@ function decoded(bytes) {
   try {
     return new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(bytes);
   } catch {
-    throw new ProtocolError("the manifest is not text");
+    throw new ProtocolError("the manifest is not UTF-8 text");
   }
 }
 
@@ -676,7 +676,7 @@ function digestOf(tensors) {
   return hex(hasher.digest());
 }
 
-/** Return a seed below 2^63, BigInt, that follows from `parts`, the same as the SDK's. */
+/** Derive a seed below 2^63, BigInt, from `parts`, as the SDK does. */
 export function deriveSeed(...parts) {
   return BigInt(`0x${hex(sha256(utf8(pythonJson(parts.map(String)))).subarray(0, 8))}`) >> 1n;
 }

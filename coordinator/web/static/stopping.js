@@ -5,7 +5,7 @@ const BEGUN = 0.1;
 const MAY_LOSE = 0.25;
 
 /**
- * Apply the federation's stop rule after a round. judge(): the model on validation data, { loss, accuracy }. memory: the
+ * Apply the federation's stop rule after a round. judge(): the validation result, { loss, accuracy }. memory: the
  * device's notes from before the round. Returns { memory, validation, stopLoss, stopped }.
  */
 export async function judgeRound(judge, settings, memory, trainLoss, validate) {
@@ -41,7 +41,7 @@ function smoothed(before, loss, minImprovement) {
   };
 }
 
-/** Return whether the model of a round gives way to an older one: its loss lies above the lowest by more than a quarter. */
+/** Return whether an older model is kept: the round's loss exceeds the lowest one by more than a quarter. */
 export function givesWay(found, lowest) {
   return found.loss - lowest > MAY_LOSE * Math.abs(lowest);
 }

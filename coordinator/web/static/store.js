@@ -1,12 +1,12 @@
 /**
- * What a device keeps between visits of its page, in IndexedDB: one database for each federation. Everything that one
- * `put` is given is kept together or not at all, so that a page may be closed at any moment.
+ * A device's state between visits of its page, in IndexedDB: one database for each federation. A `put` is atomic, so the
+ * page may be closed at any moment.
  */
 const ENTRIES = "entries", PATIENCE_MILLISECONDS = 2000;
 
 /** The database of a federation in this browser. */
 export class Store {
-  /** Open it, made where it is missing. */
+  /** Open it; create it if it is missing. */
   static async open(federation) {
     const request = indexedDB.open(databaseOf(federation), 1);
     request.onupgradeneeded = () => request.result.createObjectStore(ENTRIES);
@@ -38,7 +38,7 @@ export class Store {
     });
   }
 
-  /** Delete all that is kept of the federation. */
+  /** Delete the database. */
   async delete() {
     this.database.close();
     await done(indexedDB.deleteDatabase(databaseOf(this.federation)));
@@ -51,13 +51,13 @@ function done(request) {
   return new Promise((resolve, reject) => {
     request.onsuccess = () => resolve(request.result);
     request.onerror = () => reject(explained(request.error));
-    // What blocks at first may be this page's own connection, which takes a moment to close.
+    // It may be this page's own connection that blocks, which takes a moment to close.
     request.onblocked = () => setTimeout(
-      () => reject(new Error("this federation is open in another tab; close that one first")), PATIENCE_MILLISECONDS);
+      () => reject(new Error("this federation is open in another tab; close that tab first")), PATIENCE_MILLISECONDS);
   });
 }
 
 function explained(error) {
   const full = error?.name === "QuotaExceededError";
-  return full ? new Error("this browser has no more room for this page; free some storage, and reload it") : error;
+  return full ? new Error("this browser has no storage left for this page; free some and reload the page") : error;
 }

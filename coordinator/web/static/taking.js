@@ -1,4 +1,4 @@
-// "Take part": joining, what the device does now, what came of it, and how to stop.
+// "Take part": joining, progress, results, and leaving.
 
 import { Conditions, screen } from "./conditions.js";
 import { $, bytes, element, many, milliseconds, percent, put, seconds, show } from "./words.js";
@@ -10,8 +10,8 @@ const WORDS = {
 };
 const TAKING = new Set(["joining", "waiting", "downloading", "training", "uploading", "evaluating", "paused"]);
 const CONDITIONS = ["charging", "unmetered", "front"];
-const CANNOT_TELL = "this browser cannot tell: you decide";
-const PROMISES = { charging: "it is charging", unmetered: "its connection is not metered" };
+const CANNOT_TELL = "this browser cannot check this";
+const PROMISES = { charging: "the device is charging", unmetered: "the connection is not metered" };
 
 /** The section in which a person takes part. */
 export class Taking {
@@ -27,7 +27,7 @@ export class Taking {
     this.send = send;
     this.ask = ask;
     this.state = null;
-    this.promised = new Set(); // conditions which the browser cannot see, and the person said are met
+    this.promised = new Set(); // conditions that the user confirmed, because the browser cannot check them
     this.conditions = new Conditions(() => this.#conditionsChanged());
     this.conditions.ready.then(() => this.#showConditions());
     $("name").value = newName();
@@ -55,7 +55,7 @@ export class Taking {
     this.#form(taking, phase, federation, device, samples);
     $("work").hidden = !taking && state.rounds === 0 && phase !== "finished";
     $("controls").hidden = !taking;
-    put($("pause"), this.#pausedByUser ? "Go on" : "Pause");
+    put($("pause"), this.#pausedByUser ? "Continue" : "Pause");
     $("forget").hidden = !device?.enrolled && samples.source === "none" && state.rounds === 0;
     this.#progress(state, taking);
     this.#accuracy(state);
@@ -63,7 +63,7 @@ export class Taking {
     this.#conditionsChanged();
   }
 
-  /** Show the sentence; say it aloud only where more than a number in it has changed. */
+  /** Show the sentence; announce it to screen readers only if more than a number in it changed. */
   #say(phase, detail) {
     put($("detail"), detail);
     const gist = phase + detail.replace(/[\d.,]+/g, "");
@@ -81,7 +81,7 @@ export class Taking {
     else $("name").readOnly = false;
     $("budget-box").hidden = federation.method !== "fedspu";
     $("take-part").disabled = !samples.enough;
-    put($("take-part"), device?.enrolled ? "Go on taking part" : "Take part");
+    put($("take-part"), device?.enrolled ? "Continue" : "Take part");
     put($("first"), samples.enough ? "" : `First: ${samples.lacks}`);
   }
 
@@ -109,8 +109,8 @@ export class Taking {
     if (open.length > 0) {
       const sure = await this.ask({
         question: "May this device train now?",
-        consequence: `This browser cannot tell whether ${open.map((key) => PROMISES[key]).join(" and whether ")}. ` +
-          "Take part if so. You are asked once: pause when that changes.",
+        consequence: `This browser cannot check whether ${open.map((key) => PROMISES[key]).join(" and whether ")}. ` +
+          "Take part only if so, and pause when that changes. You are asked only once.",
         no: "Not yet", yes: "Yes, take part",
       });
       if (!sure) return;
@@ -124,7 +124,7 @@ export class Taking {
 
   #pause() {
     this.#pausedByUser = !this.#pausedByUser;
-    put($("pause"), this.#pausedByUser ? "Go on" : "Pause");
+    put($("pause"), this.#pausedByUser ? "Continue" : "Pause");
     this.#conditionsChanged();
   }
 
@@ -133,12 +133,12 @@ export class Taking {
     this.send({ do: how });
   }
 
-  /** Ask whether this device is to be forgotten, and have it forgotten then. */
+  /** Ask whether to forget this device; if so, forget it. */
   async forget() {
     const sure = await this.ask({
       question: "Forget this device?",
       consequence: "This deletes your samples, the personal model and this device's place in the federation from " +
-        "this browser. They cannot be brought back. What was learnt from them stays in the shared model.",
+        "this browser. They cannot be restored. The shared model keeps what it has learned.",
       no: "Keep everything", yes: "Forget me",
     });
     if (sure) this.#stop("forget");
@@ -168,7 +168,7 @@ function newName() {
   const isTablet = /iPad|Tablet/.test(userAgent) || (/Macintosh/.test(userAgent) && maxTouchPoints > 1) ||
     (/Android/.test(userAgent) && !/Mobile/.test(userAgent));
   const kind = isTablet ? "tablet" : /Mobi|Android|iPhone/.test(userAgent) ? "phone" : "computer";
-  const letters = "23456789abcdefghjkmnpqrstuvwxyz"; // without those that are easily mistaken
+  const letters = "23456789abcdefghjkmnpqrstuvwxyz"; // without characters that look alike
   const random = Array.from(crypto.getRandomValues(new Uint8Array(4)), (byte) => letters[byte % letters.length]);
   return `${kind}-${random.join("")}`;
 }
@@ -186,7 +186,7 @@ function costs({ rounds, bytesDown, bytesUp, secondsTraining, stepMilliseconds, 
   ];
 }
 
-/** Show [label, value, more] as tiles; only texts that changed are touched. */
+/** Show [label, value, more] as tiles; update only texts that changed. */
 function tiles(list, rows) {
   while (list.children.length > rows.length) list.lastElementChild.remove();
   rows.forEach(([label, value, more], index) => {

@@ -1,7 +1,7 @@
 /**
- * HTTP with the coordinator: patient, resumable, counted (`edge_sdk/device/transport.py`). What may pass by itself is
- * tried again, after waits that double; everything else is an answer, thrown as `Refused`. An answer may be no longer than
- * its kind can be; one that is, or that cannot be read, counts as none.
+ * HTTP calls to the coordinator, resumable, with retries and byte counts (`edge_sdk/device/transport.py`). Temporary
+ * failures are retried, after waits that double; other refusals are thrown as `Refused`. Answers have a maximum length for
+ * each call; longer or unreadable ones are retried.
  */
 import { ProtocolError, Refused, Stopped } from "./errors.js";
 import { reported } from "./failures.js";
@@ -9,17 +9,17 @@ import { digestHex } from "./sha256.js";
 
 const FIRST_WAIT = 0.5, LONGEST_WAIT = 30, LONGEST_PAUSE = 900;
 const LARGEST_ANSWER = 1024 * 1024, LARGEST_REFUSAL = 64 * 1024;
-const LARGEST_PUBLICATION = 2 * (16 + 4) * 1024 * 1024; // of a manifest and a statement, with what escapes them
+const LARGEST_PUBLICATION = 2 * (16 + 4) * 1024 * 1024; // of a manifest and a statement, with JSON escapes
 const RESUMED = 1024 * 1024;
 const TIMEOUT = 30, SLOW_SECONDS = 60, SLOWEST = 1024;
 const ASSIGNMENT_TYPE = "application/vnd.sparrow.assignment";
 const BUNDLE_TYPE = "application/octet-stream";
 const JSON_TYPE = "application/json";
 const PREFIX = "urn:sparrow:problem:";
-const LONG_SEED = /"seed":\s*(\d{16,19})(?![\d.eE])/g; // above 2^53: kept as text, which loses nothing
+const LONG_SEED = /"seed":\s*(\d{16,19})(?![\d.eE])/g; // above 2^53: kept as exact text
 const PASSING = ["Unavailable", "NotReady", "Unreadable", "Damaged", "InternalError", "DiskFull", "TooManyRequests"];
 
-/** An answer that is none of a coordinator's, or did not come whole. */
+/** The answer is missing, incomplete, or not from a coordinator. */
 class NoAnswer extends Error {}
 
 /** One device's calls. onWait(reason, seconds) is called before each wait. */
@@ -33,7 +33,7 @@ export class Transport {
     this.stop = new AbortController();
   }
 
-  /** End the calls in progress and their waits: they throw Stopped. Later calls go on as ever. */
+  /** Interrupt the calls in progress and their waits: they throw Stopped. Later calls work as usual. */
   interrupt() {
     this.stop.abort();
     this.stop = new AbortController();
@@ -44,7 +44,7 @@ export class Transport {
     return this.ask("GET", `/v1/federations/${name}`, { check: checkFederation });
   }
 
-  /** Return a federation's publication, as it came: { publication, manifest: a text or null }. */
+  /** Return a federation's publication, unchecked: { publication, manifest: a text or null }. */
   publication(name) {
     return this.ask("GET", `/v1/federations/${name}/publication`, { most: LARGEST_PUBLICATION, check: checkPublished });
   }
@@ -60,7 +60,7 @@ export class Transport {
     return { bytes: answer.bytes, sha256: answer.headers.get("ETag")?.replaceAll('"', "") ?? "" };
   }
 
-  /** Return a file of values of `size` bytes; a download that breaks goes on. */
+  /** Return a file of values of `size` bytes; a broken download is resumed. */
   async values(name, which, size) {
     const before = this.traffic.down;
     const body = await this.download(`/v1/federations/${name}/${which}`, size);
@@ -99,7 +99,7 @@ export class Transport {
     return { assignment: this.withPayload(answer, checkAssignment), pause: 0 };
   }
 
-  /** Return the message of an answer; a payload that came along is kept for `payload`. */
+  /** Return the message of an answer; keep a payload behind it for `payload`. */
   withPayload(answer, check) {
     const along = answer.headers.get("Content-Type") === ASSIGNMENT_TYPE;
     const end = along ? answer.bytes.indexOf(10) : answer.bytes.length;
@@ -111,7 +111,7 @@ export class Transport {
     return message;
   }
 
-  /** Return an assignment's bundle, Uint8Array: what came along, or a download. Throws ProtocolError. */
+  /** Return an assignment's bundle, Uint8Array, received with the assignment or downloaded. Throws ProtocolError. */
   async payload(id, { bytes, sha256 }) {
     const brought = this.brought;
     this.brought = null;
@@ -121,7 +121,7 @@ export class Transport {
       const body = await this.download(`/v1/assignments/${id}/payload`, bytes);
       if (body.length === bytes && (await digestHex(body)) === sha256) return body;
     }
-    throw new ProtocolError("the payload was downloaded three times and never matched its digest", "bad-payload/damaged");
+    throw new ProtocolError("three downloads of the payload did not match its digest", "bad-payload/damaged");
   }
 
   /** Send a bundle, or JSON (text: true), Uint8Array; returns the next assignment, or null. */
@@ -139,13 +139,13 @@ export class Transport {
     return this.upload(path, body, headers, read);
   }
 
-  /** Say that the device works on an assignment; returns whether it is still waited for. */
+  /** Send a heartbeat for an assignment; returns whether the round still waits for it. */
   async heartbeat(id) {
     const answer = await this.once("POST", `/v1/assignments/${id}/heartbeat`, { timeout: 10 }).catch(() => null);
     return answer?.status !== 409;
   }
 
-  /** Hand an assignment back, with the reason. One that nobody waits for any more is handed back, too. */
+  /** Return an assignment with a reason. It need not be open any more. */
   async handBack(id, reason) {
     await this.call("DELETE", `/v1/assignments/${id}`, json({ reason: reported(reason) })).catch((error) => {
       if (!(error instanceof Refused && (error.roundOver || error.is("NotFound")))) throw error;
@@ -154,7 +154,7 @@ export class Transport {
 
   // --- how -----------------------------------------------------------------------------------------------------------
 
-  /** Return the message that answers a call; check(message) throws NoAnswer for one that is none. */
+  /** Return the message that answers a call. check(message): throws NoAnswer for a malformed one. */
   ask(method, path, { check, ...options }) {
     return this.call(method, path, { ...options, read: (answer) => check(jsonOf(answer.bytes)) });
   }
@@ -163,7 +163,7 @@ export class Transport {
     return this.patiently(() => this.once(method, path, options), read);
   }
 
-  /** Send `body`; after a break, only what has not arrived. */
+  /** Send `body`; after an interruption only the missing part. */
   async upload(path, body, headers, read) {
     const digest = await digestHex(body);
     let begun = false;
@@ -178,13 +178,13 @@ export class Transport {
       const range = first < body.length ? `bytes ${first}-${body.length - 1}/${body.length}` : `bytes */${body.length}`;
       const more = { ...headers, "Sparrow-Update-SHA256": digest, "Content-Range": range };
       const answer = await this.once("PUT", path, { body: body.subarray(first), headers: more });
-      if (answer.status === 416) throw new NoAnswer("what has arrived has changed meanwhile");
+      if (answer.status === 416) throw new NoAnswer("the coordinator's part of the upload changed");
       return answer;
     };
     return this.patiently(attempt, read);
   }
 
-  /** Return `size` bytes; what arrived before a break is kept, and only the rest asked for. */
+  /** Download `size` bytes; after an interruption only the missing part. */
   async download(path, size) {
     const body = new Uint8Array(size);
     let held = 0, etag = "";
@@ -198,7 +198,7 @@ export class Transport {
           if (status === 200) held = 0;
           etag = response.headers.get("ETag") ?? "";
           return (part) => {
-            if (held + part.length > size) throw new NoAnswer("more came than was announced");
+            if (held + part.length > size) throw new NoAnswer("the answer is longer than announced");
             body.set(part, held);
             held += part.length;
           };
@@ -206,13 +206,13 @@ export class Transport {
       });
     };
     await this.patiently(attempt, (answer) => {
-      if (held < size) throw new NoAnswer(`${held} of ${size} bytes came`);
+      if (held < size) throw new NoAnswer(`the answer ended after ${held} of ${size} bytes`);
       return answer;
     });
     return body;
   }
 
-  /** Call once: { status, headers, bytes }. take(status, response): gives what takes the parts of the body, or null. */
+  /** Call once: { status, headers, bytes }. take(status, response): a function for the parts of the body, or null. */
   async once(method, path, { body, headers = {}, most = LARGEST_ANSWER, timeout = TIMEOUT, take = () => null } = {}) {
     const abort = new AbortController(), stop = this.stop.signal;
     const ended = () => abort.abort();
@@ -220,7 +220,8 @@ export class Transport {
     let timer = setTimeout(ended, timeout * 1000);
     try {
       if (body) this.traffic.up += body.length;
-      const response = await fetch(new URL(`..${path}`, import.meta.url), { // a proxy may serve all of this below a path
+      // The URL is relative, because a proxy may serve the coordinator below a path.
+      const response = await fetch(new URL(`..${path}`, import.meta.url), {
         method, headers: { ...headers, ...(this.token ? { Authorization: `Bearer ${this.token}` } : {}) },
         body: body?.length ? body : undefined, signal: abort.signal,
         redirect: "error", credentials: "omit", cache: "no-store", referrerPolicy: "no-referrer",
@@ -231,7 +232,8 @@ export class Transport {
       const bytes = await this.read(response, most, take(response.status, response), pace);
       return { status: response.status, headers: response.headers, bytes };
     } catch (error) {
-      ended(); // of a body that is no use, no more is to come
+      // Stop the download of a body that is not used.
+      ended();
       if (stop.aborted) throw new Stopped();
       throw error instanceof NoAnswer ? error : new NoAnswer("the coordinator does not answer");
     } finally {
@@ -275,7 +277,7 @@ export class Transport {
         if (answer.status >= 200 && answer.status < 300) return read(answer);
         const refusal = refusalOf(answer);
         if (refusal && !passes(answer.status, refusal)) throw refusal;
-        reason = refusal?.message ?? `something between this device and the coordinator answers with ${answer.status}`;
+        reason = refusal?.message ?? `a proxy in front of the coordinator answered with status ${answer.status}`;
         pause = pauseOf(answer, 0);
       } catch (error) {
         if (!(error instanceof NoAnswer)) throw error;
@@ -307,8 +309,8 @@ function jsonOf(bytes) {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
     const message = JSON.parse(text.replace(LONG_SEED, '"seed":"$1"'));
     if (message !== null && typeof message === "object") return message;
-  } catch { /* said below */ }
-  throw new NoAnswer("the answer is not one of a Sparrow coordinator");
+  } catch { /* thrown below */ }
+  throw new NoAnswer("the answer is not from a Sparrow coordinator");
 }
 
 function refusalOf({ status, headers, bytes }) {
@@ -325,7 +327,7 @@ const tooSlow = ({ begin, bytes }) => Date.now() - begin > 1000 * (SLOW_SECONDS 
 
 const passes = (status, refusal) => status === 408 || status === 429 || status >= 500 || PASSING.includes(refusal.type);
 
-/** Return the seconds that Retry-After asks for, at most LONGEST_PAUSE. */
+/** Return the seconds of Retry-After, at most LONGEST_PAUSE. */
 function pauseOf({ headers }, usual) {
   const text = headers.get("Retry-After") ?? "";
   return /^\d{1,9}$/.test(text) ? Math.min(Number(text), LONGEST_PAUSE) : usual;
@@ -338,40 +340,40 @@ const digest = (value) => matches(value, /^[0-9a-f]{64}$/);
 const isRecord = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 const identifier = /^[A-Za-z0-9_-]{1,64}$/, secret = /^[!-~]{1,200}$/, digits = /^\d{16,19}$/;
 
-/** Return a federation's state, of which the page uses this. */
+/** Return a federation's state. Checks the fields that the page uses. */
 function checkFederation(said) {
   const { name, uid, task, method, device_kinds: kinds, manifest_digest: manifest, settings } = said;
   const sound = [name, uid, task, method].every((each) => typeof each === "string") && Array.isArray(kinds) && digest(manifest)
     && isRecord(settings) && natural(settings.batch_size, 1e6) && settings.batch_size > 0 && isSeed(settings.seed)
     && isStrength(settings.logit_adjustment) && [said.publisher, said.publication].every((each) => each == null || digest(each));
-  if (!sound) throw new NoAnswer("what it says of the federation cannot be read; reload this page, which may be older");
+  if (!sound) throw new NoAnswer("the federation's description cannot be read; reload this page, which may be out of date");
   return said;
 }
 
 function checkPublished({ publication: said, manifest = null }) {
   const sound = isRecord(said) && typeof said.statement === "string" && digest(said.publisher)
     && matches(said.signature, /^[0-9a-f]{128}$/) && (manifest === null || typeof manifest === "string");
-  if (!sound) throw new NoAnswer("the publication that it gives cannot be read; reload this page, which may be older");
+  if (!sound) throw new NoAnswer("the publication cannot be read; reload this page, which may be out of date");
   const { statement, publisher, signature } = said;
   return { publication: { statement, publisher, signature }, manifest };
 }
 
 function checkEnrolled(said) {
-  if (!matches(said.device_id, identifier)) throw new NoAnswer("its answer to the enrolment cannot be read");
+  if (!matches(said.device_id, identifier)) throw new NoAnswer("the answer to the enrolment cannot be read");
   return checkToken(said);
 }
 
 function checkToken(said) {
-  if (!matches(said.token, secret)) throw new NoAnswer("the token that it gives cannot be read");
+  if (!matches(said.token, secret)) throw new NoAnswer("the new token cannot be read");
   return said;
 }
 
-/** Whether this is a seed: a whole number, as text where JavaScript's numbers do not reach it. */
+/** Whether a value is a seed: an integer, as text above 2^53. */
 const isSeed = (value) => natural(value, 2 ** 53 - 1) || matches(value, digits);
 
 const isStrength = (value) => typeof value === "number" && value >= 0 && value <= 10;
 
-/** Return an assignment that is as the contract has it. */
+/** Return an assignment. Throws NoAnswer if it does not follow the contract. */
 function checkAssignment(said) {
   const { assignment_id: id, kind, round, deadline_seconds: deadline, settings, payload, work, plan } = said;
   const manifest = said.manifest_digest;
@@ -380,7 +382,7 @@ function checkAssignment(said) {
     && (payload == null || (natural(payload.bytes, 2 ** 53 - 1) && digest(payload.sha256)))
     && (work == null || (matches(work.key, /^[0-9a-f]{32}$/) && typeof work.ratio === "number" && work.ratio > 0 && work.ratio <= 1))
     && (plan == null || isRecord(plan)) && (manifest == null || digest(manifest));
-  if (!sound) throw new NoAnswer("its assignment cannot be read; reload this page, which may be older");
+  if (!sound) throw new NoAnswer("the assignment cannot be read; reload this page, which may be out of date");
   checkSettings(settings);
   return said;
 }
@@ -400,11 +402,11 @@ function checkSettings(settings) {
     && oneOf("early_stopping", "validation", "paper", "off") && count("patience", 1, 1e4, true)
     && count("min_participations", 1, 1e6) && within("min_improvement", 0, 1) && within("stop_weight", 0, 1)
     && oneOf("personal_model", "best", "last", "fleet") && isSeed(settings.seed) && isRecord(settings.method_settings);
-  if (!sound) throw new NoAnswer("its settings cannot be read; reload this page, which may be older");
+  if (!sound) throw new NoAnswer("the assignment's settings cannot be read; reload this page, which may be out of date");
 }
 
 function checkAccepted(said) {
-  if (typeof said.new !== "boolean" || !(said.next == null || isRecord(said.next))) throw new NoAnswer("its answer to the update cannot be read");
+  if (typeof said.new !== "boolean" || !(said.next == null || isRecord(said.next))) throw new NoAnswer("the answer to the update cannot be read");
   if (said.next) checkAssignment(said.next);
   return said;
 }

@@ -1,4 +1,4 @@
-// "Try it": what the model that this device holds says about a drawing, a picture, a sound or a movement.
+// "Try it": the predictions of this device's model for a drawing, a picture, a sound or a movement.
 
 import { Drawing } from "./drawing.js";
 import { Recorder } from "./motion.js";
@@ -9,16 +9,16 @@ import { $, classNames, element, percent, put, show } from "./words.js";
 
 const SHOWN = 5; // classes in the list of scores
 const HINTS = {
-  draw: "Draw something: the model answers when you lift the pen.",
-  pictures: "Choose or take a picture: the model says what it is.",
-  sounds: "Choose or record a sound: the model says what it is.",
-  motion: "Move: the model says what you are doing.",
-  row: "Fill in a row: the model says its class.",
+  draw: "Draw something; the model predicts its class when you lift the pen.",
+  pictures: "Choose or take a picture; the model predicts its class.",
+  sounds: "Choose or record a sound; the model predicts its class.",
+  motion: "Move; the model predicts your activity.",
+  row: "Fill in a row; the model predicts its class.",
   file: "",
 };
-const NOTHING = "There is nothing to try yet: the model comes with the first round in which this device takes part.";
+const NOTHING = "There is no model yet. You get one with the first round in which this device takes part.";
 
-/** Shares of 1 from class scores; scores that are shares already stay as they are. */
+/** Return class scores as shares of 1: a softmax, unless they are shares already. */
 export function shares(scores) {
   const sum = scores.reduce((total, one) => total + one, 0);
   if (scores.every((one) => one >= 0) && Math.abs(sum - 1) < 1e-3) return [...scores];
@@ -28,9 +28,9 @@ export function shares(scores) {
   return powers.map((one) => one / all);
 }
 
-/** The section in which a person tries the model out, and takes it away. */
+/** The section in which a user tries and downloads the model. */
 export class Trial {
-  /** @param {{ request: (message: object) => Promise<object> }} told asks the worker, see page.js */
+  /** @param {{ request: (message: object) => Promise<object> }} told sends a command to the worker, see page.js */
   constructor({ request }) {
     this.request = request;
     this.federation = null;
@@ -130,7 +130,7 @@ export class Trial {
     return this.#ask(sampleOf(this.federation, values));
   }
 
-  /** Ask for the model's answer to a sample, and show it. */
+  /** Show the model's prediction for a sample. */
   async #ask(sample) {
     const input = mediumOf(this.federation.raw) ? [sample] : sample;
     const question = (this.newest += 1);

@@ -1,11 +1,10 @@
 /**
- * What a page accepts of a federation: its publisher, its model, and the settings of each round
- * (`edge_sdk/device/trust.py`). The first publisher that it meets is remembered (trust on first use); another one is
- * refused unless the link names it. Where nothing is signed, settings that change what an update holds must stay as they
- * were first met.
+ * Check a federation's publisher, its model, and the settings of each round (`edge_sdk/device/trust.py`). The page
+ * remembers the first publisher (trust on first use) and refuses another one unless the link names it. If nothing is
+ * signed, settings that change the content of an update must stay as at the first visit.
  *
- * A page never protects against the server that serves it, which can serve other code. These checks find mistakes, and a
- * model or settings that were changed behind a page that was not.
+ * A page cannot protect against the server that serves it, which can serve other code. These checks find mistakes, and
+ * changes of the model or the settings by others than the page's server.
  */
 import { BadPublication, ProtocolError, Refused } from "./errors.js";
 import { Manifest } from "./manifest.js";
@@ -17,15 +16,15 @@ const TRUST = "trust";
 const NOTHING_SIGNED = new Map();
 
 export class Trust {
-  /** store: keeps what was accepted. pinned: the fingerprint of the only publisher to accept, in groups, or null. */
+  /** store: for the accepted publication. pinned: the fingerprint of the only publisher to accept, in groups, or null. */
   constructor(federation, store, pinned) {
     Object.assign(this, { federation, store, pinned });
     this.admitted = null;
-    /** Why the last settings were not accepted; null if they were. */
+    /** The reason why the last settings were refused; null if they were accepted. */
     this.refused = null;
   }
 
-  /** Accept a federation as it is described, or throw BadPublication. fetch(): a promise of its publication. */
+  /** Accept a federation, or throw BadPublication. fetch(): a promise of its publication. */
   async admit(info, manifest, fetch) {
     const kept = await this.store.get(TRUST), before = kept?.uid === info.uid ? kept : null;
     const publication = await this.publication(info, manifest, fetch, before);
@@ -40,17 +39,17 @@ export class Trust {
     await this.store.put({ [TRUST]: { uid: info.uid, publication, model: manifest.digest, settings } });
   }
 
-  /** Return the checked publication of a federation; null if it has none, and need not have one. */
+  /** Return the checked publication of a federation; null if it has none and needs none. */
   async publication(info, manifest, fetch, before) {
     const known = before?.publication ?? null, { federation, pinned } = this;
     if (info.publisher == null) {
       if (pinned !== null) {
-        throw new BadPublication(`the model of ${federation} is not signed, and the link names the publisher ${pinned}; ` +
-          "ask whoever gave you the link");
+        throw new BadPublication(`the model of ${federation} is not signed, but the link names the publisher ${pinned}; ` +
+          "ask for a new link");
       }
       if (known) {
         throw new BadPublication(`the model of ${federation} was signed by ${fingerprint(known.publisher)} and is no longer ` +
-          "signed; the coordinator may have replaced it. Nothing is trained");
+          "signed: the coordinator may have replaced it. Ask its author before you train it");
       }
       return null;
     }
@@ -62,7 +61,7 @@ export class Trust {
     }
     const { publication, manifest: published } = await fetch().catch((error) => {
       if (!(error instanceof Refused && error.is("NotFound"))) throw error;
-      throw new BadPublication(`the coordinator has no publication of ${federation}, although it names a publisher`);
+      throw new BadPublication(`the coordinator names a publisher of ${federation} but has no publication; ask its operator`);
     });
     await checkSignature(publication);
     this.checkPublisher(publication, known);
@@ -75,11 +74,11 @@ export class Trust {
   checkPublisher({ publisher }, known) {
     const { federation, pinned } = this, now = fingerprint(publisher);
     if (pinned !== null && pinned !== now) {
-      throw new BadPublication(`the model of ${federation} is signed by ${now}, and the link names the publisher ${pinned}`);
+      throw new BadPublication(`the model of ${federation} is signed by ${now}, but the link names the publisher ${pinned}; ask for a new link`);
     }
     if (pinned === null && known && known.publisher !== publisher) {
-      throw new BadPublication(`the model of ${federation} is signed by another publisher: ${now} in place of ` +
-        `${fingerprint(known.publisher)}. If its author says so, open a link that names the new one, or choose "Forget me"`);
+      throw new BadPublication(`the model of ${federation} is signed by another publisher: ${now} instead of ` +
+        `${fingerprint(known.publisher)}. If its author confirms this, open a link with the new publisher, or choose "Forget me"`);
     }
   }
 
@@ -94,15 +93,15 @@ export class Trust {
       }
     }
     if (original.digest !== terms.manifest) {
-      throw new BadPublication(`the manifest of ${this.federation} is not the one that its publisher has signed`);
+      throw new BadPublication(`the manifest of ${this.federation} is not the one that its publisher signed`);
     }
     checkTerms(terms, this.federation, manifest, original);
   }
 
   checkEdition(before, terms) {
     if (terms.edition >= before.edition) return;
-    throw new BadPublication(`the coordinator has gone back from edition ${before.edition} of the model to ` +
-      `${terms.edition}; nothing is trained`);
+    throw new BadPublication(`the coordinator went back from edition ${before.edition} of the model to ` +
+      `${terms.edition}; ask its operator`);
   }
 
   /** Throw BadPublication for settings of a round that the publisher does not allow. */
@@ -111,41 +110,41 @@ export class Trust {
     if (this.refused) throw new BadPublication(this.refused);
   }
 
-  /** Return what of settings is not allowed, or null. */
+  /** Return the reason why settings are not allowed, or null. */
   wrongWith(settings, { method, terms, settings: first }) {
-    if (settings.secure === true) return "the round has secure aggregation, which a page cannot do; nothing is sent";
-    if (settings.method !== method) return `the round is one of ${shown(settings.method ?? null)}, the federation of ${method}`;
+    if (settings.secure === true) return "the round uses secure aggregation, which a page does not support; nothing is sent";
+    if (settings.method !== method) return `the round uses the method ${shown(settings.method ?? null)}, the federation ${method}`;
     const signed = terms?.settings ?? NOTHING_SIGNED, wrong = faults(signed, settings);
-    if (wrong.length) return `the publisher of the model has not signed this: ${wrong.join("; ")}`;
+    if (wrong.length) return `the publisher of the model did not sign this: ${wrong.join("; ")}`;
     const now = binding(settings);
     const changed = [...first].filter(([name, was]) => {
       const is = now.get(name) ?? null;
       return !OPERATORS.includes(name) && !signed.has(name) && is !== was && !morePrivate(name, was, is);
     }).map(([name, was]) => `${name} is ${shown(now.get(name) ?? null)}, was ${shown(was)}`);
-    return changed.length ? `the coordinator has changed settings since this page was first opened: ${changed.join("; ")}` : null;
+    return changed.length ? `the coordinator changed settings since this page was first opened: ${changed.join("; ")}` : null;
   }
 
   /** Throw BadPublication for fewer local steps than the publisher allows. */
   checkSteps(steps) {
     const least = leastSteps(this.admitted.terms?.settings ?? NOTHING_SIGNED);
     if (steps >= least) return;
-    throw new BadPublication(`a round would take ${steps} local steps on this device's data, and at least ${least} are ` +
-      "allowed; give it more samples");
+    throw new BadPublication(`a round would have ${steps} local steps on this device's data, but the publisher allows no fewer than ` +
+      `${least}; give more samples`);
   }
 
   /**
-   * Throw BadPublication unless the model of the first round begins as it was published. Looks only at a whole model that
-   * came in its own values. received: a decoded payload or null.
+   * Throw BadPublication unless the model of the first round has its published values. Checks only a whole model that was
+   * not rounded. received: a decoded payload or null.
    */
   async checkFirstWeights(manifest, { round, settings }, received) {
     const { terms } = this.admitted;
     const exact = ["fp32", "int8"].includes(settings.precision); // int8 is for updates: models come in fp32
     const whole = received !== null && received.mask === null && manifest.said.outputs == null;
-    // With a buffer, a device may be given the model of a later round.
+    // With a buffer, a device may receive the model of a later round.
     if (terms && round === 1 && exact && whole && settings.buffer == null) await checkWeights(terms, manifest, received.values);
   }
 
-  /** Who is trusted with the model, for a person. */
+  /** The model's publisher, as a text for the user. */
   get line() {
     if (this.admitted === null) return null;
     const { publication, builtIn } = this.admitted;
@@ -154,5 +153,5 @@ export class Trust {
   }
 }
 
-/** Return whether a setting has changed to one under which an update reveals less. */
+/** Return whether a change of a setting makes an update reveal less. */
 const morePrivate = (name, was, is) => ["secure", "secure_metrics"].includes(name) && is === true && !was;

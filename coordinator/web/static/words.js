@@ -1,4 +1,4 @@
-// Words and numbers as the page shows them, and the smallest help to build elements.
+// Formats of words and numbers, and helpers to build elements.
 
 /** The element with this id. */
 export const $ = (id) => document.getElementById(id);
@@ -21,12 +21,12 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-/** Set the text of an element where it is another: what is read out to a user is read out at each change. */
+/** Set the text of an element if it differs, because screen readers announce every change. */
 export function put(target, text) {
   if (target.textContent !== text) target.textContent = text;
 }
 
-/** Show a text in an element that is hidden while there is none. */
+/** Show a text in an element; hide the element if there is none. */
 export function show(target, text) {
   target.hidden = !text;
   put(target, text ?? "");
@@ -35,7 +35,7 @@ export function show(target, text) {
 /** "1 picture", "1,200 pictures". */
 export const many = (count, one, more = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : more}`;
 
-/** Return names for a message, separated by commas; of many the first `most`. */
+/** Return the first `most` names for a message, separated by commas. */
 export const some = (names, most = 8) => {
   const short = names.slice(0, most).map((name) => name.trim().replace(/\s+/g, " "));
   return short.join(", ") + (names.length > most ? ", ..." : "");
@@ -76,8 +76,8 @@ export const isHandwriting = (task) => ["digits", "mnist"].includes(familyOf(tas
  * The names of a task's classes.
  * @param {string} task
  * @param {number} count
- * @param {string[]} names the federation's own, if it has any
- * @returns {string[]} of `count` names; "class 0" and so on where they are not known
+ * @param {string[]} names the federation's own names, if it has any
+ * @returns {string[]} of `count` names; "class 0" and so on if they are not known
  */
 export function classNames(task, count, names = []) {
   if (names.length) return Array.from({ length: count }, (_, label) => names[label] || `unnamed ${label}`);

@@ -1,6 +1,6 @@
 /**
- * The device behind the page: it keeps samples, runs the session and says what it does. Messages of the page have a `do`,
- * those of the worker a `say`; see `COMMANDS` and `report`.
+ * The device behind the page: it keeps samples, runs the session and reports its state. Messages of the page have a `do`,
+ * messages of the worker a `say`; see `COMMANDS` and `report`.
  */
 import { threads } from "./engine.js";
 import { DataError, Paused, Stopped } from "./errors.js";
@@ -17,12 +17,12 @@ const REPORT_MILLISECONDS = 100, YIELD_MILLISECONDS = 40, LOOK_SECONDS = 0.25;
 const GOODBYE_SECONDS = 5;
 const LEAST_SAMPLES = 10;
 const MOST_FIELDS = 100, MOST_CHOICES = 1000; // of a table whose rows are typed in
-/** Use of the samples, or groups of them, of one class, in turn; each class begins three places later. */
+/** Uses of the samples, or groups of samples, of one class, in turn; each class begins three places later. */
 const TURNS = ["train", "test", "train", "validation", "train", "train", "test", "train", "train", "test"];
 
 let store, transport, session, samples = null;
 let prepared = null; // { samples, digest, parts }: the samples as inputs of the preparation of this digest
-let pausedFor = null; // why the page wants no work now
+let pausedFor = null; // reason for the pause that the page wants
 let leaving = false;
 let running = null; // the loop of rounds
 let given = null; // the enrolment token of the page
@@ -31,7 +31,7 @@ let reportDue = null, yielded = 0, lastStep = null;
 const stepTimes = [];
 
 const state = {
-  phase: "opening", detail: "looks at the federation", federation: null, device: null,
+  phase: "opening", detail: "opening the federation", federation: null, device: null,
   samples: { train: 0, validation: 0, test: 0, perClass: [], source: "none", said: "", names: null, enough: false, lacks: "" },
   work: null, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, bytesDown: 0, bytesUp: 0,
   secondsTraining: 0, stepMilliseconds: null, steps: 0, threads, isolated: self.crossOriginIsolated,
@@ -47,7 +47,7 @@ const COMMANDS = {
 let turn = Promise.resolve();
 self.onmessage = ({ data }) => {
   const act = () => COMMANDS[data.do](data);
-  // What changes the samples or who this is comes one after the other; the rest at once.
+  // Commands that change the samples or the identity run one after the other, others at once.
   const acted = ["pause", "resume", "predict", "export"].includes(data.do) ? act() : (turn = turn.then(act));
   Promise.resolve(acted).catch((error) => {
     if (data.id !== undefined || data.do === "add") say("refused", { id: data.id, detail: error.message });
@@ -58,7 +58,7 @@ self.onmessage = ({ data }) => {
 
 const say = (what, more, transfer = []) => self.postMessage({ say: what, ...more }, transfer);
 
-/** Show changes of the state, soon: at most some ten times a second. */
+/** Show changes of the state, at most ten times a second. */
 function report(changes = {}) {
   Object.assign(state, changes);
   reportDue ??= setTimeout(() => {
@@ -80,19 +80,18 @@ function counts() {
   };
 }
 
-/** Refusals that the coordinator words for users of the SDK -> words for those of a page. */
+/** Type of a refusal -> a message for users of the page; the coordinator's is for users of the SDK. */
 const IN_WORDS = {
-  NameTaken: "another device of this federation has this name; choose another one",
-  NotFound: "there is no federation of this name here; ask whoever gave you the link",
-  FederationDeleted: "this federation was deleted by its operator; samples and model stay in this browser until you " +
+  NameTaken: "another device of this federation has this name; choose a different one",
+  NotFound: "no federation has this name; ask for a new link",
+  FederationDeleted: "the operator deleted this federation; your samples and model stay in this browser until you " +
     'choose "Forget me"',
 };
 
 function inWords({ type, message }) {
   if (type !== "NotAuthenticated") return IN_WORDS[type] ?? message;
-  if (transport.token !== given) return 'the operator has removed this device; choose "Forget me" to take part anew';
-  return "an enrolment token is needed to take part, and this link has none that is valid: open the whole link that " +
-    "you were given, or ask for a new one";
+  if (transport.token !== given) return 'the operator removed this device; choose "Forget me" to take part again';
+  return "this link has no valid enrolment token; open the complete link that you received, or ask for a new one";
 }
 
 function failed(error) {
@@ -115,10 +114,10 @@ async function open({ federation, token, publisher = null }) {
   const kept = await Promise.all(["identity", "trust"].map((key) => store.get(key)));
   report({ kept: samples !== null || kept.some((each) => each !== undefined) });
   transport = new Transport((reason, seconds) =>
-    report({ detail: `${reason}; tries again in ${Math.max(1, Math.round(seconds))} s` }));
+    report({ detail: `${reason}; retrying in ${Math.max(1, Math.round(seconds))} s` }));
   transport.token = token;
   session = null;
-  const only = (await store.get("publisher")) ?? null; // also where the page is opened again without the link
+  const only = (await store.get("publisher")) ?? null; // also if the page is opened again without the link
   const opening = new Session(federation, { transport, store, data, tell, checkpoint, publisher: only });
   await opening.open();
   session = opening;
@@ -138,7 +137,7 @@ async function open({ federation, token, publisher = null }) {
   if (identity?.token && !identity.left && state.samples.enough) await join(identity);
 }
 
-/** Return what the screen needs of a preparation and of the targets. columns: empty where they are too many to type in. */
+/** Return the parts of a preparation and of targets that the screen shows. columns: empty if there are too many to type in. */
 function inWordsOf({ preparation, targets }) {
   const { reader, dtype, shape, axes, free, rate, columns } = preparation ?? { columns: [] };
   const few = columns.length <= MOST_FIELDS && columns.flatMap(({ categories }) => categories).length <= MOST_CHOICES;
@@ -148,14 +147,14 @@ function inWordsOf({ preparation, targets }) {
   };
 }
 
-const NO_FINGERPRINT = "the publisher that the link names is no fingerprint: open the whole link that you were given, or " +
-  "ask for a new one";
-const OTHER_SAMPLES = "the federation takes other samples than those that were here: give them anew";
+const NO_FINGERPRINT = "the publisher in this link is not a fingerprint; open the complete link that you received, or ask for a " +
+  "new one";
+const OTHER_SAMPLES = "the federation now takes other samples; give yours again";
 
-/** Return whether samples are of the form, and of the classes, that the federation has now. */
+/** Return whether samples have the form and the classes of the federation. */
 const fits = ({ of = null }) => of === session.manifest.samplesDigest;
 
-/** Hold this federation for this tab alone. Throws Error where another tab has it. */
+/** Lock this federation for this tab. Throws Error if another tab has it. */
 let held = null;
 function alone(federation) {
   held ??= navigator.locks ? lock(`sparrow ${federation}`) : ask(`sparrow ${federation}`);
@@ -165,7 +164,7 @@ function alone(federation) {
   });
 }
 
-const IN_ANOTHER_TAB = "this federation is open in another tab of this browser; go on there, or close it";
+const IN_ANOTHER_TAB = "this federation is open in another tab of this browser; continue there, or close that tab";
 
 function lock(name) {
   return new Promise((resolve, reject) => {
@@ -177,7 +176,7 @@ function lock(name) {
   });
 }
 
-/** As `lock`, over plain HTTP, where there are no locks: other tabs answer. */
+/** As `lock`, over plain HTTP, which has no locks: other tabs answer. */
 function ask(name) {
   const channel = new BroadcastChannel(name);
   return new Promise((resolve, reject) => {
@@ -196,8 +195,8 @@ function ask(name) {
 }
 
 /**
- * Add samples. inputs: their values in one array, or an array of such as are kept by themselves. group: those that overlap,
- * such as a recording's windows, have one, and all get the same use.
+ * Add samples. inputs: their values in one array, or an array of samples of different sizes. group: shared by samples that
+ * overlap, such as a recording's windows, which all get the same use.
  */
 async function add({ inputs, targets, group }) {
   const { samplesDigest: of } = session.manifest, nothing = { inputs: inputs.slice(0, 0), targets: new Int32Array(), groups: [] };
@@ -216,12 +215,12 @@ function joined(one, other) {
   return both;
 }
 
-/** Take the samples of a file, split by `seed`. */
+/** Use the samples of a file, split by `seed`. */
 async function file({ id, file, seed = anySeed() }) {
   return take(id, await readSamples(file, session.manifest, BigInt(seed)));
 }
 
-/** Take the samples of a folder as `readFolder` returns it, split by `seed`. */
+/** Use the samples of a folder as `readFolder` returns it, split by `seed`. */
 function folder({ id, read, seed = anySeed() }) {
   return take(id, fromFolder(read, session.manifest, BigInt(seed)));
 }
@@ -274,7 +273,7 @@ function counted() {
   return { train: one, validation: two, test: three, perClass, source: samples?.source ?? "none", said, names, enough, lacks };
 }
 
-/** Return the samples in batches, as inputs of the model; prepared once, and anew by another preparation. */
+/** Return the samples in batches, as inputs of the model. They are prepared once for each preparation. */
 async function data() {
   const { engine, info, manifest } = session, digest = manifest.files.get("preparation") ?? null;
   if (samples && !fits(samples)) throw new DataError(OTHER_SAMPLES);
@@ -299,7 +298,7 @@ async function join({ name, budget }) {
   if (running) return;
   if (!state.samples.enough) throw new Error(state.samples.lacks);
   leaving = false;
-  report({ phase: "joining", detail: "tells the coordinator of this device" });
+  report({ phase: "joining", detail: "joining the federation" });
   await session.join(name, budget);
   await session.keepIdentity({ left: false });
   running = rounds().catch(breakOff).finally(() => (running = null));
@@ -320,18 +319,18 @@ async function rounds() {
   if (outcome !== "over") return;
   const { status, round } = await transport.federation(session.federation);
   report({
-    phase: "finished", detail: "the federation has ended; the model stays here", work: null,
+    phase: "finished", detail: "the federation has ended; your model stays in this browser", work: null,
     federation: { ...state.federation, status, round },
   });
 }
 
-/** End for a reason that no repetition mends: what is open goes back, so that nobody waits for it. */
+/** End after an error that no retry can fix; open work is returned, so that no round waits for it. */
 async function breakOff(error) {
   failed(error);
   await goodbye(failureOf(error));
 }
 
-/** Hand open work back and report that the device is away, if that takes no longer than some seconds. */
+/** Return open work and mark the device unavailable, within a few seconds. */
 async function goodbye(reason) {
   const { working } = session;
   session.working = null;
@@ -349,7 +348,7 @@ function tell(changes) {
   if (changes.work) state.federation = { ...state.federation, round: changes.work.round };
 }
 
-/** Awaited after each step; returns the seconds that it paused. Throws Paused, Stopped. */
+/** Pause between steps if the user or a condition asks for it; returns the seconds paused. Throws Paused, Stopped. */
 async function checkpoint(left) {
   const now = performance.now();
   if (lastStep !== null) stepTimes.push(now - lastStep);
@@ -358,14 +357,15 @@ async function checkpoint(left) {
   let paused = 0;
   if (pausedFor) {
     const reason = pausedFor, { phase, detail } = state;
-    report({ phase: "paused", detail: `pauses in the middle of a round: ${WHY[reason] ?? reason}` });
+    report({ phase: "paused", detail: `paused during a round: ${WHY[reason] ?? reason}` });
     for (; pausedFor && !leaving; paused += LOOK_SECONDS) {
       if (paused >= left) throw new Paused(WORDS[reason]);
       await sleep(LOOK_SECONDS);
     }
     report({ phase, detail });
   } else if (now - yielded > YIELD_MILLISECONDS) {
-    await sleep(0); // so that messages and heartbeats come through
+    // Messages and heartbeats are handled meanwhile.
+    await sleep(0);
     yielded = performance.now();
   }
   lastStep = performance.now();
@@ -374,18 +374,18 @@ async function checkpoint(left) {
 
 const sleep = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
 
-/** Reasons of the page -> the word of the contract or the failure that is sent, and the text that is shown. */
+/** Reason of the page -> the reason that is sent; `WHY` has the text that is shown. */
 const WORDS = {
   user: "interrupted/paused", charging: "charging", battery: "battery", network: "network", hidden: "interrupted/hidden",
 };
 const WHY = {
-  user: "its user has paused it", charging: "it does not charge", battery: "its battery is low",
-  network: "its network is metered", hidden: "its page is not in front",
+  user: "you pressed Pause", charging: "the device is not charging", battery: "the battery is low",
+  network: "the connection is metered", hidden: "this page is in the background",
 };
 
 async function stayAway() {
   const reason = pausedFor;
-  report({ phase: "paused", detail: `pauses: ${WHY[reason] ?? reason}`, work: null });
+  report({ phase: "paused", detail: `paused: ${WHY[reason] ?? reason}`, work: null });
   await session.away(WORDS[reason]).catch(ignoreStop);
   while (pausedFor && !leaving) await sleep(LOOK_SECONDS);
 }
@@ -405,12 +405,12 @@ function resume() {
 
 async function leave() {
   leaving = true;
-  report({ detail: "leaves", work: null });
+  report({ detail: "leaving", work: null });
   transport.interrupt();
   await running;
   await goodbye("interrupted/left");
   await session.keepIdentity({ left: true });
-  report({ phase: "left", detail: "has left; what it has learnt stays here", work: null });
+  report({ phase: "left", detail: "you left; your model stays in this browser", work: null });
 }
 
 async function forget() {
@@ -419,7 +419,7 @@ async function forget() {
   await store.delete();
   store = session = samples = prepared = null;
   report({
-    phase: "opening", detail: "has forgotten everything", work: null, samples: NO_SAMPLES, device: null, kept: false,
+    phase: "opening", detail: "everything was deleted", work: null, samples: NO_SAMPLES, device: null, kept: false,
     canPredict: false, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, history: [], signed: null,
   });
   await open({ federation, token: given, publisher: pinned });
@@ -432,17 +432,17 @@ async function predict({ id, input }) {
   say("predicted", { id, scores });
 }
 
-/** Give the model as ONNX, with the federation's preparation in front. */
+/** Export the model to ONNX, after the federation's preparation. */
 async function exportModel({ id }) {
   const { engine, info, manifest, preparation } = session, tensors = session.bestTensors();
-  if (!tensors) throw new Error("there is no model yet: take part in a round first");
+  if (!tensors) throw new Error("there is no model yet; take part in a round first");
   const filled = fillSkeleton(await session.skeleton(), new Map([...tensors, ...engine.frozen]));
   const names = samples?.names ?? manifest.targets?.names ?? [];
   const { buffer } = compose(filled, preparation && (await preparation()), propertiesOf(manifest, names));
   say("exported", { id, name: `${info.name}.onnx`, bytes: buffer }, [buffer]);
 }
 
-/** Return an exported file's properties that say what goes in and comes out (`export/metadata.py`). */
+/** Return the properties of an exported file that describe its inputs and outputs (`export/metadata.py`). */
 function propertiesOf({ preparation, targets, outputShape }, names) {
   const found = {};
   const all = Array.from({ length: outputShape[0] }, (_, place) => names[place] ?? "");

@@ -94,8 +94,8 @@ class Judging(Learning):
             held_out, validation = self._judge(tensors)
         except TrainingDiverged:
             raise UnsoundModel(
-                "the model received gives no finite loss on this device's held-out data, before any training",
-                "check that the data are scaled as the task expects; if they are, ask the operator to go back to an "
+                "before any training, the model received has no finite loss on this device's held-out data",
+                "check that the data are scaled as the task expects; if they are, ask the operator to roll back to an "
                 "older model, and to bound each device's update (update_clip)",
             ) from None
         return {"accuracy_before": held_out.accuracy, "validation_before": validation}

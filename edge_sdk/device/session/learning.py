@@ -203,8 +203,8 @@ class Learning(Identified):
             raise ManifestError("the federation's model has other tensors than this device's; join under another name")
         if not self._own_graphs:
             raise ModelReplaced(
-                f"the model of federation {self.info.name} has a new version, and this device trains the old one; "
-                f"start it again, with the new code if PyTorch trains (--engine onnx needs no code)"
+                f"the model of federation {self.info.name} has a new version, but this device trains the old one; "
+                f"restart it, with the new code if it trains with PyTorch (--engine onnx needs no code)"
             )
         log.warning("the federation's model has a new version; this device continues with it")
         before = self.manifest

@@ -191,7 +191,7 @@ class Session(Working):
             except FINAL:
                 raise
             except errors.Refused as refusal:
-                log.info("the work could not be handed back: %s", refusal.detail)
+                log.info("the work could not be returned: %s", refusal.detail)
         return Step(Outcome.idle, assignment, pause_seconds=seconds, failed=str(fault))
 
     def _step(self, wait_seconds: float) -> Step:

@@ -115,7 +115,7 @@ class Working(Sending):
             case Kind.keys | Kind.shares | Kind.agree | Kind.unmask:
                 self._keep_and_send(assignment, self._secure.answer(assignment), job.state)
             case other:
-                log.warning("%s on this device has no work of kind %s", self.info.method, other.value)
+                log.warning("%s does not support work of kind %s on this device", self.info.method, other.value)
                 self._hand_back(assignment.assignment_id, Failure("unknown-work"))
 
     def _adjusted(self, job: Job) -> Job:

@@ -146,7 +146,7 @@ def tuning_lines(experiment: Experiment, record: Mapping[str, Any]) -> list[str]
 
 
 _TUNING_NOTE = (
-    "Chosen by accuracy on validation data at the end of a tuning run; test data decide nothing. *Too short*: less "
+    "Chosen by accuracy on validation data at the end of a tuning run; test data are not used. *Too short*: less "
     "than half of the run. *At the edge*: no larger, or no smaller, rate or number of epochs was tried beside the best."
 )
 
@@ -168,14 +168,14 @@ def warning_lines(experiment: Experiment, recorded: Sequence[Recorded]) -> list[
     others = [name for name, trial in done.items() if trial.test_sets != experiment.test_sets]
     if others:
         lines += [
-            f"**{len(others)} of {len(done)} trials were judged on other shifted test sets than the file says.**",
+            f"**{len(others)} of {len(done)} trials were evaluated on other shifted test sets than in the file.**",
             "",
         ]
     tuned = {key for run in experiment.methods for key in experiment.grid_of(run)}
     changed: dict[str, set[str]] = {}
     for name, trial in done.items():
         for key, (ran, says) in _departures(trial, expected[name], tuned).items():
-            changed.setdefault(f"{key} = {ran}, the file says {says}", set()).add(name)
+            changed.setdefault(f"{key} = {ran}, in the file {says}", set()).add(name)
     lines += [
         line
         for what, names in changed.items()

@@ -195,9 +195,9 @@ def _check_different(kept: RoundSecrets, work: SecureWork, peers: Mapping[str, P
     if any(peer.identity != work.cohort[peer.name] for peer in peers.values()):
         raise BadSecret("the coordinator lists two identity keys of one device")
     if len({own, *(peer.keys.pads for peer in peers.values())}) < len(peers) + 1:
-        raise BadSecret("two devices have the same pad key, so that pads with them would hide nothing")
+        raise BadSecret("two devices have the same pad key, so their pads would not hide updates")
     if len({peer.point for peer in peers.values()}) < len(peers):
-        raise BadSecret("the coordinator gives two devices the same share")
+        raise BadSecret("the coordinator sent two devices the same share")
 
 
 def _check_hidden(work: SecureWork) -> None:
@@ -215,7 +215,7 @@ def _check_hidden(work: SecureWork) -> None:
 
 def _check_context(kept: RoundSecrets, work: SecureWork) -> None:
     if work.context != kept.context:
-        raise BadSecret("the coordinator refers to another round; the work is handed back")
+        raise BadSecret("the coordinator refers to another round; the work is returned")
 
 
 def check_keys(keys: Keys, identity: str, context: str, name: str) -> None:
@@ -255,7 +255,7 @@ def mask(
         sealed = dict(work.sealed)
         return replace(kept, sealed=sealed, present=sorted(present), masked=digest, scale=scale), masked
     if kept.masked != digest:
-        raise BadSecret("the coordinator asks for an update twice, and the second would differ; nothing is sent")
+        raise BadSecret("the coordinator asked for a second, different update in one round; it is not sent")
     return kept, masked
 
 
@@ -272,7 +272,7 @@ def pad_key(own: Any, other: str, context: str) -> bytes:
 def state(kept: RoundSecrets, identity: bytes) -> Statement:
     """Return this device's signed statement of its data when it masked its update."""
     if kept.work is None or not kept.masked:
-        raise BadSecret("there is no masked update to make a statement about")
+        raise BadSecret("there is no masked update to sign a statement about")
     whole = whole_of(kept.work.cohort, kept.work.colluders)
     said = {"present": present_of(kept.present, whole), "scale": kept.scale}
     return Statement(**said, signature=pads.sign(identity, kept.context, said).hex())
@@ -296,10 +296,10 @@ def agree(kept: RoundSecrets, name: str, work: SecureWork, identity: bytes) -> t
     if kept.work is None or not kept.sealed:
         raise BadSecret("the coordinator asks for agreement before an update was sent")
     if kept.work.cohort[name] != pads.public_identity(identity).hex():
-        raise BadSecret("the coordinator lists another identity key for this device; nothing is signed")
+        raise BadSecret("the coordinator listed another identity key for this device; no statement is signed")
     found = story(kept.context, whole_of(kept.work.cohort, kept.work.colluders), work)
     if kept.story not in ("", found):
-        raise BadSecret("the coordinator sends two different lists of remaining devices; nothing is signed")
+        raise BadSecret("the coordinator sent two different lists of remaining devices; no statement is signed")
     _check_story(kept, kept.work, name, work)
     said = {STORY: found}
     return replace(kept, story=found), Agree(signature=pads.sign(identity, kept.context, said).hex())
@@ -330,9 +330,9 @@ def _check_story(kept: RoundSecrets, before: SecureWork, name: str, work: Secure
     if name not in left or not (left | gone) <= known or sum(map(len, work.cells)) > len(known):
         raise BadSecret("the coordinator's cells do not list each device once; no shares are sent")
     if not known <= cohort.keys() or set(before.cell) not in [set(cell) for cell in work.cells]:
-        raise BadSecret("the coordinator has changed the cell of this device; no shares are sent")
+        raise BadSecret("the coordinator changed the cell of this device; no shares are sent")
     if (left | gone) & set(before.cell) != set(kept.present):
-        raise BadSecret("the coordinator lists other devices of the cell than those that hide this update")
+        raise BadSecret("the coordinator's list of the cell differs from the devices that hide this update")
     if left != work.statements.keys():
         raise BadSecret("the coordinator does not send the statements of all remaining devices")
     whole = whole_of(cohort, before.colluders)
@@ -348,7 +348,7 @@ def _check_story(kept: RoundSecrets, before: SecureWork, name: str, work: Secure
         if len(scales) > 1:
             raise BadSecret("devices of one cell got different scales or masks; no shares are sent")
         if name in cell and kept.scale not in scales:
-            raise BadSecret("the coordinator has changed the statement of this device")
+            raise BadSecret("the coordinator changed the statement of this device")
 
 
 def unmask(kept: RoundSecrets, name: str, work: SecureWork) -> tuple[RoundSecrets, Unmask]:

@@ -47,13 +47,13 @@ def open_sum(
     for name in sorted(left):
         seed, bad = secret_of(seeds.get(name, {}), threshold, partial(_is_seed, keys[name], context))
         if seed is None:
-            raise CannotOpen(f"too few shares of the self-mask of {name} have come")
+            raise CannotOpen(f"too few shares of the self-mask of {name} arrived")
         wrong |= {name: bad} if bad else {}
         streams.append((seed_key(seed, context), False))
     for name in sorted(gone):
         secret, bad = secret_of(pad_secrets.get(name, {}), threshold, partial(_is_pads_secret, keys[name], context))
         if secret is None:
-            raise CannotOpen(f"too few shares of the pads of {name}, who has vanished, have come")
+            raise CannotOpen(f"too few shares of the pads of {name}, which dropped out, arrived")
         wrong |= {name: bad} if bad else {}
         pair = pads.pair_of(secret, context, PADS)
         streams += [(pad_key(pair, keys[other].pads, context), other > name) for other in sorted(left)]

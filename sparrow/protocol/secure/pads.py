@@ -111,7 +111,7 @@ def unseal(key: bytes, sealed: bytes, about: str, writer: str) -> bytes:
     try:
         return AESGCM(key).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], about.encode())
     except (InvalidTag, ValueError):
-        raise BadSecret(f"the shares from {writer} were changed on the way") from None
+        raise BadSecret(f"the shares from {writer} are not authentic: they were changed in transit") from None
 
 
 def public_identity(identity: bytes) -> bytes:
@@ -130,8 +130,8 @@ def check_signature(public: bytes, signature: bytes, context: str, said: Mapping
         Ed25519PublicKey.from_public_bytes(public).verify(signature, _said(context, said))
     except (InvalidSignature, ValueError):
         raise BadSecret(
-            f"{name}: its keys are not signed by its identity key for this round; either they are not its own, or it "
-            f"got another model, step or settings"
+            f"{name}: its keys are not signed by its identity key for this round; another device made them, or it "
+            f"received another model, step or settings"
         ) from None
 
 

@@ -775,12 +775,12 @@ def bad_updates(assignment, train, sign, take_apart):
         "empty": (422, "too few", b""),
         "truncated in the header": (422, "send it again", good[:100]),
         "truncated in the values": (422, "send the whole file", good[:-100]),
-        "damaged": (422, "damaged on the way; send it again", good[:-1] + bytes([good[-1] ^ 1])),
+        "damaged": (422, "does not match its content; send it again", good[:-1] + bytes([good[-1] ^ 1])),
         "random": (422, "bundle", bytes(range(256)) * 4),
-        "too large": (413, "nothing valid here is longer", bytes(limit + 1)),
+        "too large": (413, "are accepted", bytes(limit + 1)),
         "not finite": (422, "conv1.weight: a value is not finite; do not send", infinite),
         "too few values": (422, "pack it again", sign(short, data[:40])),
-        "another round's mask": (422, "mask: it is not the one of round 1 for one", update(next_round)),
+        "another round's mask": (422, "mask: it differs from the mask of one in round 1", update(next_round)),
         "a smaller mask": (422, "fetch the assignment again", update(fewer)),
         "no mask": (422, "mask", update(None)),
         "another precision": (422, "the federation's precision is fp32", update(mask, precision="bf16")),
@@ -884,7 +884,7 @@ def test_after_the_end_a_device_is_told_that_it_is_over_but_a_late_one_adapts_fi
         assert_problem(put(client, headers, assignment, b" " * 70_000, "application/json"), 413)
         assert put(client, headers, assignment, b"{}", "application/json").status_code == 201
     over = client.get("/v1/federations/default/assignment", params={"wait": 20}, headers=pair[0])
-    assert_problem(over, 410, "finished after 1 rounds; nothing is left to do")
+    assert_problem(over, 410, "finished after 1 rounds; no work is left")
     _, late = enrol(client, "late")
     done, over = play(client, late, train)
     assert done == ["adapt"]

@@ -85,7 +85,7 @@ def unreadable_settings(*_, **__):
 @pytest.mark.parametrize(
     ("place", "fault"),
     [
-        ("sparrow.protocol.bundle.encode", BundleError("a value is not finite: training diverged")),
+        ("sparrow.protocol.bundle.encode", BundleError("training diverged: a value is not finite")),
         ("sparrow.coordinator.rounds.dispatch.settings_of", unreadable_settings),
         ("sparrow.coordinator.models.global_models.load_method", UnknownMethod("fedspu is not installed")),
     ],

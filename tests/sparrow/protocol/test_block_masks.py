@@ -226,10 +226,10 @@ def test_rows_of_blocks_are_those_of_the_weights(models, how, seed):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "0 bytes, 6 blocks take 1"),
-        (b"\xff\x00", "2 bytes, 6 blocks take 1"),
+        (b"", "0 bytes, but 6 blocks need 1"),
+        (b"\xff\x00", "2 bytes, but 6 blocks need 1"),
         (b"\xfe", "padding bits must be zero"),
-        (b"\x80", "holds 26 values, its mask covers 4"),
+        (b"\x80", "has 26 values, but its mask covers 4"),
     ],
 )
 def test_bitmaps_that_do_not_fit_are_refused(data, said, sign, take_apart):

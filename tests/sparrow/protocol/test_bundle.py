@@ -282,7 +282,7 @@ def test_reading_a_change_leaves_what_is_held_as_it_is():
 
 def test_a_mask_of_elements_of_another_model_is_not_sent():
     manifest = linear(4, 5)
-    with pytest.raises(ValueError, match="maskable are"):
+    with pytest.raises(ValueError, match="the maskable ones are"):
         encode(manifest, noise(24), ElementMask({}))
 
 
@@ -318,8 +318,8 @@ def of_numbers(numbers, scales):
     [
         ([1, -128, 0], [1], "integers must be in -127..127, scales finite and not negative"),
         ([1, 2, 3], [-1], "not negative"),
-        ([1, 2, 3], [1, 1], "holds 2 scales for 1 rows; quantise it again"),
-        ([1, 2, 3], [], "holds 0 scales for 1 rows"),
+        ([1, 2, 3], [1, 1], "has 2 scales for 1 rows; quantise it again"),
+        ([1, 2, 3], [], "has 0 scales for 1 rows"),
         ([127, 2, 3], [3e38], r"g0\.bias: a value is not finite"),
     ],
 )
@@ -346,7 +346,7 @@ def test_scales_without_whole_numbers_are_refused(small, sign, take_apart):
 def test_whole_numbers_without_scales_are_refused(take_apart, sign):
     header, data = take_apart(of_numbers([1, 2, 3], [1]))
     del header["scales"]
-    with pytest.raises(BundleError, match="holds 0 scales for 1 rows"):
+    with pytest.raises(BundleError, match="has 0 scales for 1 rows"):
         decode(sign(header, data[:3]), wide(3))
 
 
@@ -393,8 +393,8 @@ def test_the_bits_of_signs_by_hand(small, take_apart):
         (b"\x09\0\0\0\xff", "signs: 9 signs take more than 5 bytes; send the whole file"),
         (b"\x08\0\0\0\xff", "signs: 0 bytes for 8 signs other than 0"),
         (b"\x08\0\0\0\x00\xff", "signs: 1 bytes for 0 signs other than 0"),
-        (b"\x49\0\0\0" + bytes(16), "signs: the bundle holds 73 signs, at most 72 are expected"),
-        (b"\xff\xff\xff\xff" + bytes(16), "signs: the bundle holds 4294967295 signs, at most 72 are expected"),
+        (b"\x49\0\0\0" + bytes(16), "signs: the bundle has 73 signs, but at most 72 are expected"),
+        (b"\xff\xff\xff\xff" + bytes(16), "signs: the bundle has 4294967295 signs, but at most 72 are expected"),
         (bytes(23), "signs: 23 bytes, at most 22 are expected"),
     ],
 )
@@ -420,7 +420,7 @@ def test_more_numbers_than_are_expected_are_refused(small, count):
 
 def test_a_part_that_is_not_expected_is_refused(small):
     body = encode(small, noise(small.shared_values), None, parts={"gradients": noise(72)})
-    with pytest.raises(BundleError, match="'gradients' is no part of this message, which may bring values"):
+    with pytest.raises(BundleError, match="'gradients' is not a part of this message, which may have values"):
         decode_bundle(body, small)
 
 
@@ -561,8 +561,8 @@ def test_bf16_rounds_as_torch_does():
 @pytest.mark.parametrize(
     ("value", "precision", "said"),
     [
-        (math.nan, "fp32", "not finite: training diverged; lower the learning rate or set a clip"),
-        (-math.inf, "bf16", "not finite: training diverged"),
+        (math.nan, "fp32", "training diverged: a value is not finite; lower the learning rate or set a clip"),
+        (-math.inf, "bf16", "training diverged: a value is not finite"),
         (7e4, "fp16", "the value 70000 does not fit fp16 (largest 65504); use precision bf16 or fp32"),
         (-65520.0, "fp16", "does not fit fp16"),
         (3.4e38, "bf16", "rounds to infinity in bf16; use precision fp32"),
@@ -584,7 +584,7 @@ def test_the_largest_fp16_and_the_smallest_float_survive():
 
 
 def test_values_are_counted_before_they_are_written(small):
-    with pytest.raises(BundleError, match=r"\(3,\) values given, the mask covers 134; pack them with masks.pack"):
+    with pytest.raises(BundleError, match=r"\(3,\) values given, but the mask covers 134; pack them with masks.pack"):
         encode(small, np.zeros(3, dtype=np.float32), None)
 
 
@@ -1055,10 +1055,10 @@ def assert_promises(decoded: Bundle, manifest: Manifest):
 
 WALLS = (
     "too few for a bundle", "header claims", "truncated", "not JSON", "must hold __metadata__",
-    "no part of this message", "metadata must hold",
+    "not a part of this message", "metadata must have",
     "must be a string", "has format", "another model", "must give a dtype", "must be integers", "accepted are", "take",
     "begins at byte", "accounts for", "digest does not match", "description is not JSON", "not allowed in this form",
-    "a draw has exactly", "cannot be drawn", "none of the forms", "neurons take", "padding bits", "end too early",
+    "a draw has exactly", "cannot be drawn", "form must be", "neurons take", "padding bits", "end too early",
     "too few bytes", "index lists end after", "must be sorted", "its mask covers", "is not finite",
 )  # fmt: skip
 
@@ -1091,8 +1091,8 @@ def test_hostile_bytes_are_refused_or_keep_every_promise(small, sign, take_apart
 
 
 SPARSE_WALLS = (
-    "weights take", "padding bits", "in the middle of a distance", "names position", "bytes, all of its bits",
-    "not stored here", "not allowed in this form", "none of the forms", "scales for", "integers must be in",
+    "weights need", "padding bits", "within a distance", "names position", "bytes, all of its bits",
+    "not stored here", "not allowed in this form", "form must be", "scales for", "integers must be in",
     "scales belong", "U8", "take more", "signs other than 0", "are expected; fetch", "a number is not finite",
     "begins at byte", "its mask covers", "is not finite", "is not JSON", "must hold __metadata__",
 )  # fmt: skip

@@ -153,8 +153,8 @@ def test_a_mask_of_everything_is_still_not_the_absence_of_a_mask():
 @pytest.mark.parametrize(
     ("exists", "said"),
     [
-        ({}, r"the mask names the tensors \[\], maskable are"),
-        ({"out.weight": np.ones((3, 7), bool), "conv.weight": np.ones((4, 2, 3, 3), bool)}, "maskable are"),
+        ({}, r"the mask has the tensors \[\], but the maskable ones are"),
+        ({"out.weight": np.ones((3, 7), bool), "conv.weight": np.ones((4, 2, 3, 3), bool)}, "the maskable ones are"),
         ({"conv.weight": np.ones((4, 18), bool), "out.weight": np.ones((3, 7), bool)}, "give booleans of"),
         ({"conv.weight": np.ones((4, 2, 3, 3), np.uint8), "out.weight": np.ones((3, 7), bool)}, "a mask of uint8"),
     ],
@@ -168,12 +168,12 @@ def test_masks_of_another_model_are_refused(exists, said):
 @pytest.mark.parametrize(
     ("manifest", "data", "said"),
     [
-        (line(9), b"\0", "the mask has 1 bytes, 9 weights take 2"),
-        (line(9), b"\0\0\0", "the mask has 3 bytes, 9 weights take 2"),
-        (line(9), b"", "the mask has 0 bytes, 9 weights take 2"),
+        (line(9), b"\0", "the mask has 1 bytes, but 9 weights need 2"),
+        (line(9), b"\0\0\0", "the mask has 3 bytes, but 9 weights need 2"),
+        (line(9), b"", "the mask has 0 bytes, but 9 weights need 2"),
         (line(9), b"\0\x40", "padding bits must be zero"),
         (line(9), b"\0\x01", "padding bits must be zero"),
-        (NOTHING_MASKABLE, b"\0", "the mask has 1 bytes, 0 weights take 0"),
+        (NOTHING_MASKABLE, b"\0", "the mask has 1 bytes, but 0 weights need 0"),
     ],
 )
 def test_bits_that_do_not_fit_are_refused(manifest, data, said):
@@ -230,9 +230,9 @@ def test_any_difference_leads_from_old_to_new(data):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ([255], "ends in the middle of a distance; send the whole file"),
-        ([3, 255], "ends in the middle of a distance"),
-        ([255] * 500, "ends in the middle of a distance"),
+        ([255], "ends within a distance; send the whole file"),
+        ([3, 255], "ends within a distance"),
+        ([255] * 500, "ends within a distance"),
         ([10], "names position 10, there are 10 weights"),
         ([9, 0], "names position 10, there are 10 weights"),
         ([0] * 11, "names position 10, there are 10 weights"),

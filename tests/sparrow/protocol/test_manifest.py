@@ -42,8 +42,8 @@ B = TensorSpec(name="fc.bias", shape=(4,), axes=((Segment(group="h"),),))
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: model(W, W), "tensor 'fc.weight' stands twice"),
-        (lambda: model(W, groups=(("h", 4), ("h", 4))), "neuron group 'h' stands twice"),
+        (lambda: model(W, W), "tensor 'fc.weight' occurs twice"),
+        (lambda: model(W, groups=(("h", 4), ("h", 4))), "neuron group 'h' occurs twice"),
         (lambda: model(W, groups=()), "fc.weight: axis 0 names the unknown neuron group 'h'"),
         (lambda: model(W, groups=(("h", 5),)), "fc.weight: axis 0 has length 4, its segments add to 5"),
         (
@@ -72,11 +72,11 @@ def test_what_cannot_be_a_model_is_refused_by_name(make, said):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t: t.pop("fc.bias"), "the update lack 'fc.bias'; they must hold every tensor of the manifest"),
-        (lambda t: t.update(extra=np.zeros(1)), "hold 'extra', which is not in the manifest; remove it"),
+        (lambda t: t.pop("fc.bias"), "the update lack 'fc.bias'; give every tensor of the manifest"),
+        (lambda t: t.update(extra=np.zeros(1)), "have 'extra', which is not in the manifest; remove it"),
         (
             lambda t: t.update({"fc.weight": np.zeros((3, 4), np.float32)}),
-            "fc.weight: the update have shape (3, 4) of float32, the manifest says (4, 3) of float32; publish",
+            "fc.weight: the update have shape (3, 4) of float32, the manifest has (4, 3) of float32; publish",
         ),
         (lambda t: t.update({"fc.bias": np.zeros(4)}), "fc.bias: the update have shape (4,) of float64"),
     ],
@@ -190,7 +190,7 @@ def test_names_that_stand_twice_are_found_in_one_pass():
 
     sys.setprofile(count)
     try:
-        with pytest.raises(ValidationError, match="the tensor 't0' stands twice"):
+        with pytest.raises(ValidationError, match="the tensor 't0' occurs twice"):
             Manifest.model_validate({"task": "x", "input_shape": [1], "output_shape": [1], "tensors": tensors})
     finally:
         sys.setprofile(None)
