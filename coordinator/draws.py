@@ -53,10 +53,11 @@ def neuron_key(secret: bytes, round_number: int, device: str) -> str:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A device that can be drawn. last_round: the last round it was drawn for, or -1."""
+    """A device that can be drawn."""
 
     name: str
     budget: float = 1.0
+    # The last round it was drawn for, or -1.
     last_round: int = -1
 
 

@@ -19,8 +19,9 @@ from sparrow.protocol.errors import ProtocolError
 
 
 class CoordinatorError(Exception):
-    """Base of all errors of the coordinator. exit_code: of a command that meets it."""
+    """Base of all errors of the coordinator."""
 
+    # Exit code of a command that meets it.
     exit_code: Exit = Exit.FAILED
 
 

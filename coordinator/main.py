@@ -141,10 +141,8 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
 
 @contextmanager
 def _before_stop(action: Callable[[], None]) -> Iterator[None]:
-    """Context manager: call ``action`` at SIGINT and SIGTERM, before the server waits for open calls.
-
-    uvicorn waits for running requests, and a long poll or event stream may run for a minute.
-    """
+    """Context manager: call ``action`` at SIGINT and SIGTERM, before the server waits for open calls."""
+    # uvicorn waits for running requests, and a long poll or event stream may run for a minute.
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -22,33 +22,39 @@ _DMI = "sys/devices/virtual/dmi/id"
 
 @dataclass(frozen=True)
 class BoardInfo:
-    """A board and its system; unknown texts are empty.
+    """A board and its system; unknown texts are empty."""
 
-    name: this project's name, such as raspberry-pi-5. model: the maker's name. module: a Jetson's part number.
-    memory_bytes: usable memory, less than the installed memory. cpu_core: the Arm core; cpu: an x86 processor.
-    features: flags of /proc/cpuinfo. physical_cores: 0 if unknown. bits: word size of programs, 32 on some 64-bit
-    kernels. revision, ram_code_bytes: from the Pi's code. cuda: compute capability. super_mode: flashed for higher
-    clocks. supply_milliamperes: offered by a Pi 5's power supply.
-    """
-
+    # This project's name, such as raspberry-pi-5.
     name: str
     kind: Kind
+    # The maker's name.
     model: str = ""
     soc: str = ""
+    # A Jetson's part number.
     module: str = ""
+    # Usable memory, less than the installed memory.
     memory_bytes: int | None = None
+    # An x86 processor.
     cpu: str = ""
+    # The Arm core.
     cpu_core: str = ""
+    # Flags of /proc/cpuinfo.
     features: frozenset[str] = frozenset()
     cores: int = 1
+    # 0 if unknown.
     physical_cores: int = 0
+    # Word size of programs, 32 on some 64-bit kernels.
     bits: int = 64
+    # From the Pi's code.
     revision: str = ""
     ram_code_bytes: int | None = None
     l4t: str = ""
     jetpack: str = ""
+    # Compute capability.
     cuda: str = ""
+    # Flashed for higher clocks.
     super_mode: bool = False
+    # Offered by a Pi 5's power supply.
     supply_milliamperes: int | None = None
 
     @property

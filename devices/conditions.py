@@ -32,19 +32,22 @@ _SHORTEST_PERIOD = 1.0
 class Conditions:
     """One reading of a device.
 
-    temperature: °C of the zone that makes the board throttle. battery: charge in per cent. on_mains, throttled,
-    under_voltage, metered, clock_synchronised: 1.0 or 0.0. load_by_others: share of all cores, 0 to 1. free_memory:
-    bytes that this process can still get within its control groups. free_storage: bytes.
+    on_mains, throttled, under_voltage, metered, clock_synchronised: 1.0 or 0.0.
     """
 
+    # °C of the zone that makes the board throttle.
     temperature: Reading
     battery_temperature: Reading
+    # Charge in per cent.
     battery: Reading
     on_mains: Reading
     throttled: Reading
     under_voltage: Reading
+    # Share of all cores, 0 to 1.
     load_by_others: Reading
+    # Bytes that this process can still get within its control groups.
     free_memory: Reading
+    # Bytes.
     free_storage: Reading
     metered: Reading
     clock_synchronised: Reading

@@ -27,19 +27,19 @@ from .system import System
 
 @dataclass(frozen=True)
 class Energy:
-    """The energy of one phase.
+    """The energy of one phase."""
 
-    joules: of the covered time, not extrapolated; None if unavailable. scope: board, device, package, package+dram; ""
-    if unavailable. coverage: share of the time with good readings, 0 to 1. seconds: length of the phase. reason: why
-    joules are missing or incomplete, with advice. Raises ValueError if the fields contradict each other.
-    """
-
+    # Joules of the covered time, not extrapolated; None if unavailable.
     joules: float | None
     quality: Quality
     source: str
+    # Board, device, package, package+dram; "" if unavailable.
     scope: str
+    # Share of the time with good readings, 0 to 1.
     coverage: float
+    # Length of the phase.
     seconds: float
+    # Why joules are missing or incomplete, with advice. Raises ValueError if the fields contradict each other.
     reason: str | None = None
 
     def __post_init__(self) -> None:

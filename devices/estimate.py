@@ -20,16 +20,15 @@ METHOD = "util-linear-v1"
 
 @dataclass(frozen=True)
 class PowerModel:
-    """Watts of a board at rest and under full load.
-
-    coefficients: origin of the two figures. exponent: a; 0 ignores the clock. rel_uncertainty: relative error. Raises
-    BadFigures unless 0 <= idle_watts <= max_watts, both finite and max_watts above 0.
-    """
+    """Watts of a board at rest and under full load."""
 
     idle_watts: float
     max_watts: float
+    # Origin of the two figures.
     coefficients: str
+    # A; 0 ignores the clock.
     exponent: float = 1.7
+    # Relative error. Raises BadFigures unless 0 <= idle_watts <= max_watts, both finite and max_watts above 0.
     rel_uncertainty: float = 0.30
 
     def __post_init__(self) -> None:
@@ -41,10 +40,8 @@ class PowerModel:
 
     @classmethod
     def parse(cls, text: str) -> "PowerModel":
-        """Return the model of a text such as "2.3:6.4": idle watts, watts under full load. Raises BadFigures.
-
-        The clock is ignored: the measured full load already includes its clock.
-        """
+        """Return the model of a text such as "2.3:6.4": idle watts, watts under full load. Raises BadFigures."""
+        # The clock is ignored: the measured full load already includes its clock.
         try:
             idle, full = (float(part) for part in text.split(":"))
         except ValueError as error:

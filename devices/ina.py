@@ -33,11 +33,12 @@ _NO_LIMIT_AMPERES = 32.7
 
 @dataclass(frozen=True)
 class Rail:
-    """One rail. watts: file of the chip's own power, None for volts times amperes."""
+    """One rail."""
 
     label: str
     volts: str
     amperes: str
+    # File of the chip's own power, None for volts times amperes.
     watts: str | None = None
     watts_factor: float = 1e-3
     limit: str = ""

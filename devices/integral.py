@@ -18,7 +18,7 @@ class Integral:
     """Joules so far, and the seconds they cover.
 
     After a failed read the next good one closes the interval, unless it has become too long for this source. Nothing
-    is extrapolated. trouble: the reason for the last loss.
+    is extrapolated.
     """
 
     source: Source
@@ -26,6 +26,7 @@ class Integral:
     joules: float = 0.0
     covered_seconds: float = 0.0
     intervals: int = 0
+    # The reason for the last loss.
     trouble: Reason | None = None
     _tried_at: float | None = None
     _last: tuple[float, tuple[float, ...]] | None = None

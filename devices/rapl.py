@@ -44,11 +44,13 @@ _MIRROR_JOULES = 1.0
 
 @dataclass(frozen=True)
 class Zone:
-    """One counter. range_joules: value at which it wraps. limit_watts: larger steps are refused."""
+    """One counter."""
 
     path: str
     name: str
+    # Value at which it wraps.
     range_joules: float
+    # Larger steps are refused.
     limit_watts: float
 
     def step(self, before: float, after: float, seconds: float) -> float | None:

@@ -63,17 +63,16 @@ class ReadError(SdkError):
 
 @dataclass(frozen=True)
 class Reading:
-    """One value of one sensor at one time; a failed read is never 0, which would look like an energy spike.
+    """One value of one sensor at one time; a failed read is never 0, which would look like an energy spike."""
 
-    value: in `unit`, None if the read failed. scope: the part that the value covers (board, device, package, cpu).
-    t_monotonic: seconds of the reader's clock. Raises ValueError unless there is either a value or a reason.
-    """
-
+    # Value in `unit`, None if the read failed.
     value: float | None
     unit: str
+    # The part that the value covers (board, device, package, cpu).
     scope: str
     quality: Quality
     source: str
+    # Seconds of the reader's clock. Raises ValueError unless there is either a value or a reason.
     t_monotonic: float
     reason: Reason | None = None
 
@@ -128,12 +127,10 @@ _NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*[^\W\d]*%?")
 
 @dataclass(frozen=True)
 class Files:
-    """The files below a root, `/` or a copy of a board's tree; paths are relative to it.
-
-    read, names: input functions, replaced by tests. Every method raises ReadError.
-    """
+    """The files below a root, `/` or a copy of a board's tree; paths are relative to it."""
 
     root: Path = Path("/")
+    # Input functions, replaced by tests. Every method raises ReadError.
     read: Callable[[Path], bytes] = _read
     names: Callable[[Path], Iterable[str]] = os.listdir
 

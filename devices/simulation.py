@@ -32,10 +32,11 @@ WIFI_BYTES_PER_SECOND = 10e6 / 8
 
 @dataclass(frozen=True)
 class Board:
-    """A simulated board. power: watts at rest and under full load."""
+    """A simulated board."""
 
     name: str
     flops_per_second: float
+    # Watts at rest and under full load.
     power: PowerModel
     cores: int
     memory_bytes: int

@@ -20,11 +20,13 @@ _METERED_UNKNOWN = "NetworkManager is missing or does not know; set it by hand"
 
 @dataclass(frozen=True)
 class Sensor:
-    """One line of a survey. group: power, heat, and so on. note: details of the value, or how to get one."""
+    """One line of a survey."""
 
+    # Power, heat, and so on.
     group: str
     name: str
     reading: Reading
+    # Details of the value, or how to get one.
     note: str = ""
 
 

@@ -53,17 +53,16 @@ class Commands:
 
 @dataclass(frozen=True)
 class System:
-    """Files, commands and environment of one device.
-
-    pointer_bits: word size of its programs, None if unknown. free_bytes: a folder's free storage; raises OSError.
-    library: imports an optional Python library by name; raises ImportError.
-    """
+    """Files, commands and environment of one device."""
 
     files: Files = field(default_factory=Files)
     commands: Commands = field(default_factory=Commands)
     environment: Mapping[str, str] = field(default_factory=dict)
+    # Word size of its programs, None if unknown.
     pointer_bits: int | None = None
+    # A folder's free storage; raises OSError.
     free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free
+    # Imports an optional Python library by name; raises ImportError.
     library: Callable[[str], Any] = importlib.import_module
 
     @classmethod

@@ -124,9 +124,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """One budget. measured: None if memory does not suffice."""
+    """One budget."""
 
     predicted: Prediction
+    # None if memory does not suffice.
     measured: Measured | None
 
     @property
@@ -138,16 +139,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Profile:
-    """The result of ``profile``.
+    """The result of ``profile``."""
 
-    subject: with the chosen engine and compute. samples: per step. limit: available bytes. choice: the budget ``join``
-    would choose by memory. whole_model: the method trains the whole model at any budget.
-    """
-
+    # Subject with the chosen engine and compute.
     subject: Subject
+    # Samples per step.
     samples: int
+    # Available bytes.
     limit: int
+    # The method trains the whole model at any budget.
     whole_model: bool
+    # The budget ``join`` would choose by memory.
     choice: Choice
     rows: tuple[Row, ...]
 

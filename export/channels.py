@@ -35,22 +35,22 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorPro
 
 @dataclass(frozen=True)
 class Contraction:
-    """A weighted sum over the units of an axis of ``data``, plus a bias.
-
-    weights: [outputs, inputs, taps...], a view of the initialiser ``weight``. inputs_axis: that axis of the
-    initialiser. padded: positions differ in their taps, so a nonzero constant does not add the same everywhere. bias:
-    index of the node's bias input, None if the operator has none. can_fold: whether a constant can be added to it.
-    """
+    """A weighted sum over the units of an axis of ``data``, plus a bias."""
 
     node: NodeProto
     data: str
     axis: int
     weight: str
+    # That axis of the initialiser.
     inputs_axis: int
+    # [outputs, inputs, taps...], a view of the initialiser ``weight``.
     weights: Array
     out_axis: int
+    # Positions differ in their taps, so a nonzero constant does not add the same everywhere.
     padded: bool
+    # Index of the node's bias input, None if the operator has none.
     bias: int | None
+    # Whether a constant can be added to it.
     can_fold: bool
 
     def weight_of(self, inputs: Bools) -> Floats:

@@ -244,10 +244,8 @@ def _add_in_place(graph: GraphProto, contraction: Contraction, place: int, bias:
 
 
 def _add_behind_in_place(graph: GraphProto, node: NodeProto, bias: Array) -> dict[str, NodeProto]:
-    """Add the bias to the Add after a matrix product, or return a new Add to insert there.
-
-    The node is not inserted here, since the nodes still to be changed would move.
-    """
+    """Add the bias to the Add after a matrix product, or return a new Add to insert there."""
+    # The node is not inserted here, since the nodes still to be changed would move.
     known = plumbing.constants(graph)
     reads = plumbing.read_counts(graph)
     out = node.output[0]

@@ -116,10 +116,9 @@ def _pack(tensor: TensorProto, name: str, prefix: str) -> _Packed | None:
 
 
 def _table(prefix: str) -> _Packed:
-    """Return ``table`` [256, 8], uint8: the bits of each byte; with the constants that all weights share.
-
-    It is computed on load, since it would take 2 KiB in the file; in int32, since some ONNX Runtimes divide no bytes.
-    """
+    """Return ``table`` [256, 8], uint8: the bits of each byte; with the constants that all weights share."""
+    # It is computed on load, since it would take 2 KiB in the file; in int32, since some ONNX Runtimes divide no
+    # bytes.
     constants: dict[str, Array] = {
         "codes": np.arange(256, dtype=np.uint8).reshape(256, 1),
         "places": 2 ** np.arange(7, -1, -1, dtype=np.int32),

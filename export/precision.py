@@ -116,19 +116,20 @@ def quantise(model: ModelProto, inputs: Array, *, operators: Sequence[str] = OPE
 
 @dataclass(frozen=True)
 class Trial:
-    """One measured precision.
-
-    milliseconds: of one sample on one thread, median. bytes: of the model. accuracy: if there are labels. agreement:
-    share of samples with the same class as fp32, if outputs are class scores. difference: largest absolute difference
-    from fp32. refused: the reason, "" if acceptable.
-    """
+    """One measured precision."""
 
     name: str
+    # Milliseconds of one sample on one thread, median.
     milliseconds: float
+    # Bytes of the model.
     bytes: int
+    # If there are labels.
     accuracy: float | None
+    # Share of samples with the same class as fp32, if outputs are class scores.
     agreement: float | None
+    # Largest absolute difference from fp32.
     difference: float
+    # The reason, "" if acceptable.
     refused: str = ""
 
     def __str__(self) -> str:

@@ -30,11 +30,12 @@ _CHANNELS = ("Conv", "BatchNormalization", "GroupNormalization", "InstanceNormal
 
 @dataclass(frozen=True)
 class _Layer:
-    """A node that is linear in the rows of its weight and adds its bias. ranks: number of dimensions of its output."""
+    """A node that is linear in the rows of its weight and adds its bias."""
 
     weight: str
     bias: str
     axis: int
+    # Number of dimensions of its output.
     ranks: int
 
 

@@ -81,15 +81,14 @@ def run(session: Any, inputs: Raws, at_once: int) -> Array:
 
 @dataclass(frozen=True)
 class Parity:
-    """The difference between two models' outputs on the same inputs.
+    """The difference between two models' outputs on the same inputs."""
 
-    inputs: their number. max_difference, largest_output: absolute values. same_class: share of inputs with the same
-    predicted class; None if the outputs are not class scores.
-    """
-
+    # Number of samples.
     inputs: int
+    # Absolute values.
     max_difference: float
     largest_output: float
+    # Share of inputs with the same predicted class; None if the outputs are not class scores.
     same_class: float | None
 
 

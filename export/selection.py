@@ -36,13 +36,12 @@ _NEVER = -1e300
 
 @dataclass(frozen=True)
 class Decision:
-    """The choice of how many items of one cost to take.
+    """The choice of how many items of one cost to take."""
 
-    items: their indices [n]. follows: [states, n + 1]: the next decision's state after taking a count, plus 1; 0 if
-    not affordable. State 0 is "every remaining item fits".
-    """
-
+    # Indices [n].
     items: NDArray[np.intp]
+    # [states, n + 1]: the next decision's state after taking a count, plus 1; 0 if not affordable. State 0 is "every
+    # remaining item fits".
     follows: NDArray[np.int64]
 
 

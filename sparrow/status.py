@@ -45,18 +45,17 @@ QUIET = 2
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a coordinator.
-
-    trouble: reason why it is not ready. overview, rounds, devices: of the requested federation. open_work: by
-    federation, of those that wait for devices.
-    """
+    """The state of a coordinator."""
 
     server: str
+    # Reason why it is not ready.
     trouble: str | None
     federations: list[FederationInfo]
+    # State of the requested federation.
     overview: Overview | None = None
     rounds: list[RoundRecord] | None = None
     devices: list[DeviceInfo] | None = None
+    # Open work by federation, of those that wait for devices.
     open_work: dict[str, OpenWork] = field(default_factory=dict)
 
 

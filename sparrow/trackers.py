@@ -27,8 +27,9 @@ class TrackerFailed(SdkError):
 
 
 class Tracker(Protocol):
-    """A sink of rounds. where: description of the place for the user."""
+    """A sink of rounds."""
 
+    # Description of the place for the user.
     where: str
 
     def written(self) -> set[int]:

@@ -421,11 +421,9 @@ class LimitedConnection(HttpToolsProtocol):
             )
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection after the event loop has read what arrived on it.
-
-        After a pause of the process or the machine, an event loop looks at its timers before it reads. A request that
-        arrived meanwhile would be answered by a reset.
-        """
+        """Close an idle connection after the event loop has read what arrived on it."""
+        # After a pause of the process or the machine, an event loop looks at its timers before it reads. A request
+        # that arrived meanwhile would be answered by a reset.
         close = super().timeout_keep_alive_handler
         self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_SECONDS, close)
 

@@ -14,10 +14,8 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 def below_root(scope: Scope) -> Scope:
-    """Return the scope with a path below the server's root path (uvicorn's ``--root-path``).
-
-    Middlewares and routes compare whole paths, and see the same as behind a proxy that removes the prefix.
-    """
+    """Return the scope with a path below the server's root path (uvicorn's ``--root-path``)."""
+    # Middlewares and routes compare whole paths, and see the same as behind a proxy that removes the prefix.
     root = scope.get("root_path", "").rstrip("/")
     path = scope["path"]
     if not root or not f"{path}/".startswith(f"{root}/"):

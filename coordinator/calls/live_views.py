@@ -24,13 +24,12 @@ SHARE_OF_TIME = 0.05
 
 @dataclass(frozen=True)
 class _Look:
-    """The overview of one moment.
-
-    changed: set when anything was recorded since. again: the loop's time of the next look.
-    """
+    """The overview of one moment."""
 
     overview: Overview
+    # Set when anything was recorded since.
     changed: asyncio.Event
+    # The loop's time of the next look.
     again: float
 
 
@@ -100,9 +99,10 @@ class LiveView:
 
 @dataclass
 class LiveViews:
-    """Live views by federation. changed: sent when anything was recorded."""
+    """Live views by federation."""
 
     overviews: Overviews
+    # Sent when anything was recorded.
     changed: Signal
     closing: Callable[[], bool]
 

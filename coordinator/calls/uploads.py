@@ -58,22 +58,24 @@ WRITTEN_BYTES = 2 * 1024 * 1024
 
 @dataclass
 class _Part:
-    """The received part of an update of ``total`` bytes.
+    """The received part of an update of ``total`` bytes."""
 
-    digest: as announced; empty without a range. received: bytes on the disk. found: their digest. gathered: pieces not
-    written yet. turn: number of the call that may continue the part. calls: calls in progress. forgotten: whether the
-    file was removed.
-    """
-
+    # The announced digest; empty without a range.
     digest: str
     total: int
     path: Path
     touched: float
+    # Bytes on the disk.
     received: int = 0
+    # The digest of the bytes on the disk.
     found: hashlib._Hash = field(default_factory=hashlib.sha256)
+    # Number of the call that may continue the part.
     turn: int = 0
+    # Calls in progress.
     calls: int = 0
+    # Whether the file was removed.
     forgotten: bool = False
+    # Pieces not written yet.
     gathered: deque[bytes] = field(default_factory=deque)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -128,11 +130,10 @@ class Uploads:
     ) -> Taken:
         """Receive an update, check it and store it. ask: the device's request for its next work.
 
-        A small update is read in full and accepted in a batch. A large one is checked against its assignment before its
-        first byte is read, which limits its size, and is written to the disk as it arrives.
-
         Raises the errors of ``Acceptance.accept_update``, LengthRequired, TooLarge, BadContent, WrongRange.
         """
+        # A small update is read in full and accepted in a batch. A large one is checked against its assignment before
+        # its first byte is read, which limits its size, and is written to the disk as it arrives.
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isdigit() else 0
         whole = "content-range" not in request.headers

@@ -66,15 +66,14 @@ def digest_of(secret: str) -> bytes:
 
 @dataclass(frozen=True)
 class Holder:
-    """The holder of an operator's token.
-
-    token_id: id in the records; None for a setting. federation: the only federation it is for; None for all.
-    expires_at: seconds since the epoch; None for never.
-    """
+    """The holder of an operator's token."""
 
     kind: Kind
+    # Id in the records; None for a setting.
     token_id: str | None = None
+    # The only federation it is for; None for all.
     federation: str | None = None
+    # Seconds since the epoch; None for never.
     expires_at: float | None = None
 
     def reaches(self, federation: str | None) -> bool:
@@ -164,10 +163,8 @@ class Tokens:
         self._looked_at = -REMEMBER_SECONDS
 
     def guarded(self) -> frozenset[Kind]:
-        """Return the kinds of which a token exists or ever existed; their calls need one.
-
-        Revoked and expired tokens count: otherwise revoking the last one would open the calls to everybody.
-        """
+        """Return the kinds of which a token exists or ever existed; their calls need one."""
+        # Revoked and expired tokens count: otherwise revoking the last one would open the calls to everybody.
         if len(self._kinds) < len(KINDS) and not self.guarded_known():
             with self._store.reading() as db:
                 self._kinds |= frozenset(kind for kind in db.scalars(select(Token.kind).distinct()) if kind in KINDS)

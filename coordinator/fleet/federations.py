@@ -224,12 +224,11 @@ def find(db: Session, name: str) -> Federation:
 
 @dataclass(frozen=True)
 class _Action:
-    """An operator's action, and the event that it is.
+    """An operator's action, and the event that it is."""
 
-    allowed: statuses in which it is possible. following: next status; None for active.
-    """
-
+    # Statuses in which it is possible.
     allowed: frozenset[str]
+    # Next status; None for active.
     following: str | None
     event: EventKind
 

@@ -300,10 +300,8 @@ class Publisher:
         return self._federations.get(request.name)
 
     def _reserve_id(self, name: str) -> int:
-        """Return the id of a new federation, under which its blobs may be written. Raises NameTaken.
-
-        Until it is created, the records list it as deleted, so that a killed process leaves no blobs behind.
-        """
+        """Return the id of a new federation, under which its blobs may be written. Raises NameTaken."""
+        # Until it is created, the records list it as deleted, so that a killed process leaves no blobs behind.
         with self._store.writing() as db:
             _check_free(db, name)
             federation_id = _next_id(db)

@@ -39,12 +39,14 @@ Own = TypeVar("Own", bound=MethodSettings)
 
 @dataclass(frozen=True)
 class GlobalModel:
-    """The state of a federation between rounds. mask: the existing elements, the others are zero; None: all exist. own:
-    the method's arrays. notes: counts for the round's record."""
+    """The state of a federation between rounds."""
 
     tensors: Tensors
+    # The existing elements, the others are zero; None: all exist.
     mask: ElementMask | None = None
+    # The method's arrays.
     own: Tensors = field(default_factory=dict)
+    # Counts for the round's record.
     notes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -59,13 +61,15 @@ class PublishedModel:
 
 @dataclass(frozen=True)
 class Situation:
-    """Facts for a method's decisions about a round. round: from 1; 0 prepares the model. plan: of this round's
-    assignments. devices and num_examples: active devices and their training samples."""
+    """Facts for a method's decisions about a round."""
 
     manifest: Manifest
     settings: FederationSettings
+    # Round from 1; 0 prepares the model.
     round: int = 0
+    # Plan of this round's assignments.
     plan: Plan = field(default_factory=dict)
+    # Active devices and their training samples.
     devices: int = 0
     num_examples: int = 0
 
@@ -81,12 +85,14 @@ def own_settings(settings: FederationSettings, kind: type[Own]) -> Own:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a round's devices. kind: ``train``, or ``personalise`` if devices only send reports. everyone: all
-    devices take part, also late ones. rounds: the number of rounds it stands for, up to this one."""
+    """The work of a round's devices."""
 
+    # ``train``, or ``personalise`` if devices only send reports.
     kind: Kind = Kind.train
     plan: Plan = field(default_factory=dict)
+    # All devices take part, also late ones.
     everyone: bool = False
+    # The number of rounds it stands for, up to this one.
     rounds: int = 1
 
 
@@ -106,14 +112,12 @@ def close_with_mean(model: GlobalModel, sums: Any, situation: Situation) -> Glob
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation:
-    """The way from updates to the next global model.
+    """The way from updates to the next global model."""
 
-    sums: creates the sums of a round's updates. close: makes the next global model. The reasons state why the method
-    cannot be combined with a ``robust`` rule, with noise on the mean, or with updates of older models (``buffer``);
-    None allows it.
-    """
-
+    # Creates the sums of a round's updates.
     sums: Callable[[GlobalModel, Situation], Sums] = masked_sums
+    # Makes the next global model. The reasons state why the method cannot be combined with a ``robust`` rule, with
+    # noise on the mean, or with updates of older models (``buffer``); None allows it.
     close: Callable[[GlobalModel, Any, Situation], GlobalModel] = close_with_mean
     why_mean_only: Why = "it has an aggregation of its own"
     why_not_private: Why = "it has an aggregation of its own, which may reveal more than the mean"
@@ -126,15 +130,13 @@ WEIGHTED_MEAN = Aggregation(why_mean_only=None, why_not_private=None, why_not_bu
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Rounds with other work than ``train``, or with a plan.
+    """Rounds with other work than ``train``, or with a plan."""
 
-    work: returns the work of round ``situation.round``. last_for_everyone: the last closed round for everyone, whose
-    work late devices still get. check_rollback: raises WrongState if the round cannot start from the model of round
-    ``number`` (0: the first model).
-    """
-
+    # Returns the work of round ``situation.round``.
     work: Callable[[Situation], Work] = lambda situation: Work()
+    # The last closed round for everyone, whose work late devices still get.
     last_for_everyone: Callable[[Situation], int | None] | None = None
+    # Raises WrongState if the round cannot start from the model of round ``number`` (0: the first model).
     check_rollback: Callable[[int, Situation], None] = lambda number, situation: None
 
 
@@ -161,65 +163,64 @@ def fault_of_choice(held: NeuronMask | None, mask: Mask | None, ratio: float, si
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceChoice:
-    """Each device chooses its own neurons, by default once; the coordinator stores its last update's mask.
+    """Each device chooses its own neurons, by default once; the coordinator stores its last update's mask."""
 
-    keeps: whether a device with this mask gets only its values, not the whole model. fault: the fault of an update's
-    mask, for a device that was sent the mask ``held``, or the whole model (None).
-    """
-
+    # Whether a device with this mask gets only its values, not the whole model.
     keeps: Callable[[NeuronMask, float, Situation], bool] = fits_choice
+    # The fault of an update's mask, for a device that was sent the mask ``held``, or the whole model (None).
     fault: Callable[[NeuronMask | None, Mask | None, float, Situation], str | None] = fault_of_choice
 
 
 @dataclass(frozen=True)
 class Participation:
-    """Recorded facts of one update. budget: the device's current one. ratio: the active ratio of its training. seconds:
-    of download, training and upload."""
+    """Recorded facts of one update."""
 
     round: int
     device: str
+    # The device's current one.
     budget: float
+    # The active ratio of its training.
     ratio: float
     num_examples: int
     loss: float
     flops: int
+    # Seconds of download, training and upload.
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPruning:
-    """The coordinator prunes the global model for each drawn device.
+    """The coordinator prunes the global model for each drawn device."""
 
-    ratios: returns the devices' active ratios, each at most its budget, from earlier participations; chance: name -> a
-    number in (0, 1]. scores: of the global model's neurons; the best are kept.
-    """
-
+    # Returns the devices' active ratios, each at most its budget, from earlier participations; chance: name -> a
+    # number in (0, 1].
     ratios: Callable[
         [Sequence[Participation], Mapping[str, float], Callable[[str], float], Situation], Mapping[str, float]
     ]
+    # Scores of the global model's neurons; the best are kept.
     scores: Callable[[GlobalModel, Situation], Scores]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActiveNeurons:
-    """Devices train some neurons of each layer, depending on their budgets; the device half declares the same.
+    """Devices train some neurons of each layer, depending on their budgets; the device half declares the same."""
 
-    narrow: devices do not need the rest of the network. rule: neurons that follow from an active ratio; None: they are
-    drawn per round and device. choice and pruning: how devices choose, or how the coordinator prunes, by the settings.
-    optional: a group that devices train whole, but updates may send in part.
-    """
-
+    # Devices do not need the rest of the network.
     narrow: bool = False
+    # Neurons that follow from an active ratio; None: they are drawn per round and device.
     rule: Callable[[Manifest, float], NeuronMask] | None = None
+    # How devices choose, or how the coordinator prunes, by the settings.
     choice: Callable[[FederationSettings], DeviceChoice | None] = lambda settings: None
     pruning: Callable[[FederationSettings], ServerPruning | None] = lambda settings: None
+    # A group that devices train whole, but updates may send in part.
     optional: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMasks:
-    """Devices may change their assignment's mask. check: raises BadContent for an invalid mask of ``type``."""
+    """Devices may change their assignment's mask."""
 
+    # Raises BadContent for an invalid mask of ``type``.
     check: Callable[[GlobalModel, Any, Situation], None]
     type: type = ElementMask
 
@@ -235,10 +236,10 @@ AS_ASSIGNED = DeviceMasks(check=lambda model, mask, situation: refuse_mask())
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePart(Part):
-    """A part that updates bring beside their values, with exactly ``count`` numbers. fold: adds one update's numbers,
-    weighted with its samples, to ``Aggregation.sums``, after its values. Rounds with parts exclude robust rules, noise
-    and secure aggregation."""
+    """A part that updates bring beside their values, with exactly ``count`` numbers."""
 
+    # Adds one update's numbers, weighted with its samples, to ``Aggregation.sums``, after its values. Rounds with
+    # parts exclude robust rules, noise and secure aggregation.
     fold: Callable[[Any, Numbers, int], None]
 
 
@@ -259,46 +260,48 @@ def whole_model(settings: FederationSettings) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorMethod:
-    """A method's server half.
+    """A method's server half."""
 
-    smallest_budget: devices with less are not drawn. settings_type: of ``method_settings``. usable_global_model: the
-    global model is useful without a personal part. personal_models: devices keep one between rounds; otherwise they get
-    the whole global model each time, and ``adapt`` the last one. mixes_global: a mixture of both is a valid personal
-    model, so all devices get the finished global model. prepares: one device prepares the model in round 0.
-    always_sends_values: with any kind of work.
-
-    compose: builds the federation's model from the published one, as in the device half. manifest: builds the
-    federation's manifest; tensors may become private or be cut into blocks. start: returns the first global model, from
-    initial values. All three raise BadContent.
-
-    parts: of updates, beside values. payload_parts: of payloads, by name: float32 [n], or signs, int8 [n] in -1..1.
-    changes: the blocks changed after round ``since``; a device that holds that model gets only these. only_means:
-    whether rounds are plain means under these settings. warning: a problem in the federation's progress.
-    why_not_secure: the reason against secure aggregation. pages: browser pages can take part. adjusts_logits: devices
-    may add class frequencies to outputs (``logit_adjustment``).
-    """
-
+    # Devices with less are not drawn.
     smallest_budget: Callable[[FederationSettings], float] = whole_model
+    # Settings type of ``method_settings``.
     settings_type: type[MethodSettings] = MethodSettings
+    # The global model is useful without a personal part.
     usable_global_model: bool = True
+    # Devices keep one between rounds; otherwise they get the whole global model each time, and ``adapt`` the last
+    # one.
     personal_models: bool = False
+    # A mixture of both is a valid personal model, so all devices get the finished global model.
     mixes_global: bool = False
+    # One device prepares the model in round 0.
     prepares: bool = False
+    # Always sends values with any kind of work.
     always_sends_values: bool = False
+    # Builds the federation's model from the published one, as in the device half.
     compose: Callable[[PublishedModel, FederationSettings], PublishedModel] | None = None
+    # Builds the federation's manifest; tensors may become private or be cut into blocks.
     manifest: Callable[[Manifest, FederationSettings], Manifest] = lambda published, settings: published
+    # Returns the first global model, from initial values. All three raise BadContent.
     start: Callable[[Tensors, Situation], GlobalModel] = lambda tensors, situation: GlobalModel(tensors)
     aggregation: Aggregation = WEIGHTED_MEAN
+    # The reason against secure aggregation.
     why_not_secure: Callable[[FederationSettings], str | None] = needs_single_updates
     schedule: Schedule = ALL_ALIKE
     active: ActiveNeurons | None = None
     masks: DeviceMasks = AS_ASSIGNED
+    # Parts of updates, beside values.
     parts: tuple[UpdatePart, ...] = ()
+    # Parts of payloads, by name: float32 [n], or signs, int8 [n] in -1..1.
     payload_parts: Callable[[GlobalModel, Situation], Mapping[str, Numbers]] | None = None
+    # The blocks changed after round ``since``; a device that holds that model gets only these.
     changes: Callable[[GlobalModel, int, Situation], BlockMask] | None = None
+    # Whether rounds are plain means under these settings.
     only_means: Callable[[FederationSettings], bool] = lambda settings: False
+    # A problem in the federation's progress.
     warning: Callable[[GlobalModel, Situation], str | None] = lambda model, situation: None
+    # Browser pages can take part.
     pages: bool = False
+    # Devices may add class frequencies to outputs (``logit_adjustment``).
     adjusts_logits: bool = False
 
 

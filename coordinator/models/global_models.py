@@ -281,10 +281,8 @@ class Models:
 
     @staticmethod
     def needed(db: Session, federation_id: int, keys: Iterable[str]) -> set[str]:
-        """Return the keys of all recorded models, and those of ``keys`` that may be recorded soon.
-
-        A version newer than all in the records may be in use by another process.
-        """
+        """Return the keys of all recorded models, and those of ``keys`` that may be recorded soon."""
+        # A version newer than all in the records may be in use by another process.
         rows = db.scalars(_MODELS, {"federation_id": federation_id}).all()
         newest = max((row.version for row in rows), default=-1)
         return {key for row in rows for key in keys_of(row)}.union(key for key in keys if _version_in(key) > newest)
@@ -414,10 +412,8 @@ class Models:
         return known[1]
 
     def _round_of(self, federation: Federation, digest: str | None) -> int | None:
-        """Return the round that made the model with this digest, or None if it is unknown or undone.
-
-        The current model has no record of changes since an undone round.
-        """
+        """Return the round that made the model with this digest, or None if it is unknown or undone."""
+        # The current model has no record of changes since an undone round.
         if digest is None:
             return None
         of_digest = select(Round.number).where(

@@ -61,9 +61,11 @@ _BY_NAME = (Device.sort_name, Device.name, Device.id)
 
 @dataclass(frozen=True)
 class DeviceQuery:
-    """A selection of devices. search: part of the name or board, ignoring case. device: an exact name."""
+    """A selection of devices."""
 
+    # Part of the name or board, ignoring case.
     search: str = ""
+    # An exact name.
     device: str | None = None
     doing: Doing | None = None
     order: Order = "name"

@@ -272,10 +272,8 @@ def _privacy(db: Session, federation: Federation, settings: FederationSettings) 
 
 
 def _accuracies(db: Session, federation: Federation, settings: FederationSettings) -> dict[str, float]:
-    """Return the mean ``personal`` and ``global`` accuracy of the last evaluation.
-
-    The database computes the means, over the last evaluated rounds only.
-    """
+    """Return the mean ``personal`` and ``global`` accuracy of the last evaluation."""
+    # The database computes the means, over the last evaluated rounds only.
     interval = settings.evaluation_interval or federation.round or 1
     last = federation.round - federation.round % interval
     personal = Assignment.report["personal"]["accuracy"].as_float()

@@ -39,11 +39,12 @@ Row = tuple[Assignment, str]
 
 @dataclass(frozen=True)
 class _Update:
-    """An update with a readable report. weight: in samples."""
+    """An update with a readable report."""
 
     device: str
     report: UpdateReport
     upload: Phase
+    # Weight in samples.
     weight: int
 
     @property
@@ -54,11 +55,12 @@ class _Update:
 
 @dataclass(frozen=True)
 class _Notes:
-    """A round's notes, separated into their parts. masked: means from secure aggregation."""
+    """A round's notes, separated into their parts."""
 
     left_out: Mapping[str, str]
     clipped: Mapping[str, float]
     privacy: Any
+    # Means from secure aggregation.
     masked: Mapping[str, float]
     others: Mapping[str, Any]
 

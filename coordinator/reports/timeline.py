@@ -18,10 +18,12 @@ from ..storage.tables import Event
 
 @dataclass(frozen=True)
 class EventQuery:
-    """A selection of events. device: its name. before, after: ids, exclusive."""
+    """A selection of events."""
 
+    # Name of the device.
     device: str | None = None
     kinds: tuple[EventKind, ...] = ()
+    # Ids, exclusive.
     before: int | None = None
     after: int | None = None
     limit: int | None = None

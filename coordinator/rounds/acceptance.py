@@ -93,9 +93,10 @@ class Sent:
 
 @dataclass(frozen=True)
 class _Checked:
-    """An update ready to be recorded with ``write_down`` in a transaction. keys: its written blobs."""
+    """An update ready to be recorded with ``write_down`` in a transaction."""
 
     federation_id: int
+    # Blobs written for it.
     keys: Sequence[str]
     write_down: Callable[[Session], bool]
 
@@ -294,9 +295,8 @@ class Acceptance:
         return key
 
     def _check_stop(self, federation: Federation, assignment: Assignment) -> None:
-        """Raise BadContent unless a device may stop training for good with this assignment.
-
-        A federation whose devices have all stopped is over: no device may say so before its rule could."""
+        """Raise BadContent unless a device may stop training for good with this assignment."""
+        # A federation whose devices have all stopped is over: no device may say so before its rule could.
         settings = settings_of(federation)
         limited = settings.joules_per_device is not None
         if assignment.kind == wire.Kind.prepare or (settings.early_stopping == "off" and not limited):

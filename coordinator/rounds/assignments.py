@@ -91,10 +91,8 @@ def rests(device: Device, now: float) -> bool:
 
 
 def note_failure(db: Session, device: Device, assignment: Assignment | None, reason: str, now: float) -> None:
-    """Record the reason of a device's failed work, for operators.
-
-    A failure that lasts is one event.
-    """
+    """Record the reason of a device's failed work, for operators."""
+    # A failure that lasts is one event.
     if device.failure is None or device.failure["reason"] != reason:
         events.record(db, device.federation_id, EventKind.failed, now, device=device.name, detail=reason)
     device.failure = {

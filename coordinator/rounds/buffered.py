@@ -33,15 +33,14 @@ from .assignments import UNCOUNTED
 
 @dataclass(frozen=True)
 class Arrival:
-    """An acknowledged update that counts in no round yet.
-
-    model_version: the model it was trained on. most_examples: its largest weight; None for no limit.
-    """
+    """An acknowledged update that counts in no round yet."""
 
     number: int
     assignment_id: str
     update_sha256: str
+    # The model it was trained on.
     model_version: int
+    # Largest weight of the update; None for no limit.
     most_examples: int | None
 
 

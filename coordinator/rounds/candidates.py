@@ -115,11 +115,9 @@ def fewest_devices(settings: FederationSettings) -> int:
 def most_examples(
     drawn: Sequence[Device | Drawable], there: Sequence[Drawable], settings: FederationSettings
 ) -> list[int | None]:
-    """Return the largest weight of each drawn device's update; None for no limit.
-
-    It is the smallest of three numbers: the device's sample count reported before the round, ``MOST_MEDIANS`` times
-    the cohort's median, and ``max_examples``. A small cohort uses the median of all candidates, ``there``.
-    """
+    """Return the largest weight of each drawn device's update; None for no limit."""
+    # It is the smallest of three numbers: the device's sample count reported before the round, ``MOST_MEDIANS`` times
+    # the cohort's median, and ``max_examples``. A small cohort uses the median of all candidates, ``there``.
     counts = [device.num_examples for device in drawn]
     reported = [count for count in counts if count is not None]
     if len(reported) < FEWEST_COUNTS:

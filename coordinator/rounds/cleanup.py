@@ -42,11 +42,9 @@ _ACKNOWLEDGED = (
 
 
 def clear(store: Store, models: Models, federation_id: int) -> None:
-    """Remove a federation's unreferenced blobs.
-
-    Updates of open assignments stay, since they may be about to be recorded. Blobs are listed before the records are
-    read, so that blobs of another process that moves rounds meanwhile are not removed.
-    """
+    """Remove a federation's unreferenced blobs."""
+    # Updates of open assignments stay, since they may be about to be recorded. Blobs are listed before the records
+    # are read, so that blobs of another process that moves rounds meanwhile are not removed.
     folders = *(f"{federation_id}/{each}" for each in ("models", "masks", "files")), update_folder(federation_id)
     found = model_keys, mask_keys, _, update_keys = [store.blobs.keys(folder) for folder in folders]
     with store.reading() as db:

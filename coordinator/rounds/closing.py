@@ -42,17 +42,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Closing:
-    """The result of a round, kept until it is recorded.
-
-    files: of the new model; None if there is no new model. last: in a buffered round, its last arrival.
-    """
+    """The result of a round, kept until it is recorded."""
 
     round: int
     base: int
+    # Files of the new model; None if there is no new model.
     files: ModelFiles | None
     updates: int
     notes: dict[str, Any]
     parts: dict[str, int]
+    # Last in a buffered round, its last arrival.
     last: int
     warning: str | None
 

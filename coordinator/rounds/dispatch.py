@@ -39,24 +39,25 @@ FEW = 20
 
 @dataclass(frozen=True)
 class Ask:
-    """A device's request for work.
-
-    mask: digest of the mask that it holds. model: digest of the global model that it can rebuild. first: False for a
-    repeated look within one long poll, which does not mark a device present that has left in the meantime.
-    """
+    """A device's request for work."""
 
     device_id: str
+    # Digest of the mask that it holds.
     mask: str | None = None
+    # Digest of the global model that it can rebuild.
     model: str | None = None
+    # False for a repeated look within one long poll, which does not mark a device present that has left in the
+    # meantime.
     first: bool = True
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The answer to a request for work. was_away: the device had been marked absent."""
+    """The answer to a request for work."""
 
     assignment: wire.Assignment | None
     payload: Packed | None = None
+    # The device had been marked absent.
     was_away: bool = False
 
 

@@ -275,10 +275,8 @@ class Intake:
         self._measured.clear()
 
     def moves(self, drawn: int) -> bool:
-        """Return whether the round makes a new model.
-
-        It does if an update came; under noise also without one, because the number of updates is private.
-        """
+        """Return whether the round makes a new model."""
+        # It does if an update came; under noise also without one, because the number of updates is private.
         return bool(self.sums.updates) or (isinstance(self.sums, PrivateSums) and drawn > 0)
 
     def notes(self) -> dict[str, Any]:
@@ -319,11 +317,9 @@ class Intake:
 
 
 def clips_relatively(settings: FederationSettings) -> bool:
-    """Return whether ``relative_clip`` applies.
-
-    It does not in secure rounds, which hide single updates; under noise, because an update's weight would depend on
-    other devices' data; and with a robust rule, which has its own bound.
-    """
+    """Return whether ``relative_clip`` applies."""
+    # It does not in secure rounds, which hide single updates; under noise, because an update's weight would depend on
+    # other devices' data; and with a robust rule, which has its own bound.
     return settings.relative_clip > 0 and not (
         settings.secure or settings.robust is not None or settings.noise_multiplier is not None
     )

@@ -151,10 +151,8 @@ class Opening:
             return bool(self._hand_out(db, federation, current, work, room, drawable(db, federation, self._clock())))
 
     def withdraw(self, db: Session, current: Round) -> None:
-        """Delete a preparation round without an answer, so that it opens again.
-
-        Devices that were not asked yet come first: a device that never answers must not be asked forever.
-        """
+        """Delete a preparation round without an answer, so that it opens again."""
+        # Devices that were not asked yet come first: a device that never answers must not be asked forever.
         of_round = (Assignment.federation_id == current.federation_id, Assignment.round == current.number)
         asked = db.scalars(select(Assignment.device_id).where(*of_round)).all()
         self._failed_to_prepare.setdefault(current.federation_id, set()).update(asked)

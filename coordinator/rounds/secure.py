@@ -73,10 +73,12 @@ class CellSum:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a secure round. lost: assignment id -> reason for an update in no sum. notes: counts."""
+    """The end of a secure round."""
 
     sums: Sequence[CellSum]
+    # Assignment id -> reason for an update in no sum.
     lost: Mapping[str, str]
+    # Counts.
     notes: dict[str, Any]
 
 
@@ -96,23 +98,26 @@ class _Member:
 
 @dataclass(frozen=True)
 class _Answers:
-    """The answers that open sums, by device name. seeds, pad_secrets: owner -> point -> share."""
+    """The answers that open sums, by device name."""
 
     keys: Mapping[str, Keys]
     trained: Mapping[str, _Member]
+    # Owner -> point -> share.
     seeds: Mapping[str, Mapping[int, int]]
     pad_secrets: Mapping[str, Mapping[int, int]]
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """A cell at the end of its round. lost: as in ``Ended``. metrics: name -> sum, weight. why: it has updates but no
-    sum."""
+    """A cell at the end of its round."""
 
     sum: CellSum | None
+    # Lost, as in ``Ended``.
     lost: Mapping[str, str]
+    # Name -> sum, weight.
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     wrong_shares: int = 0
+    # It has updates but no sum.
     why: str | None = None
 
 

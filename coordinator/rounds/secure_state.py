@@ -20,34 +20,37 @@ PHASES = (Kind.keys.value, Kind.shares.value, Kind.train.value, Kind.agree.value
 
 
 class CellState(BaseModel):
-    """Devices whose updates are summed together. key: seed of their neurons, drawn at this active ratio."""
+    """Devices whose updates are summed together."""
 
     model_config = ConfigDict(frozen=True)
 
     names: tuple[str, ...]
     ratio: float | None
+    # Seed of their neurons, drawn at this active ratio.
     key: str
 
 
 class SecureState(BaseModel):
-    """The state of a secure round in ``Round.secure``; results of later phases are empty.
-
-    plan: of the training. cohort: the devices that sent keys -> identity key. seed: of the neighbours' draw. weights:
-    of the updates. shared: devices that shared secrets. left: devices that sent a masked update.
-    """
+    """The state of a secure round in ``Round.secure``; results of later phases are empty."""
 
     model_config = ConfigDict(frozen=True)
 
     phase: Kind
     context: str
+    # Plan of the training.
     plan: Plan
+    # Seed of the neighbours' draw.
     seed: str = ""
+    # The devices that sent keys -> identity key.
     cohort: Mapping[str, str] = {}
     neighbours: int = 0
     threshold: int = 0
     cells: tuple[CellState, ...] = ()
+    # Weights of the updates.
     weights: Mapping[str, int] = {}
+    # Devices that shared secrets.
     shared: tuple[str, ...] = ()
+    # Devices that sent a masked update.
     left: tuple[str, ...] = ()
 
     def cell_of(self, name: str) -> CellState:

@@ -222,10 +222,8 @@ def flush_folder(folder: Path) -> None:
 
 
 def read_file(path: Path) -> memoryview:
-    """Return a file's bytes in an array's memory.
-
-    numpy allocates huge pages; with small ones, allocation takes three times as long as reading.
-    """
+    """Return a file's bytes in an array's memory."""
+    # numpy allocates huge pages; with small ones, allocation takes three times as long as reading.
     with path.open("rb", buffering=0) as file:
         data = np.empty(os.fstat(file.fileno()).st_size, dtype=np.uint8).data
         read = 0
@@ -254,10 +252,9 @@ def flush(path: Path) -> None:
 
 
 def _link(file: Path, path: Path) -> bool:
-    """Create a hard link; return False if that is not possible.
-
-    It fails across file systems, on some file systems, and if a copy of the call was faster and has removed the file.
-    """
+    """Create a hard link; return False if that is not possible."""
+    # It fails across file systems, on some file systems, and if a copy of the call was faster and has removed the
+    # file.
     try:
         os.link(file, path)
     except FileNotFoundError:

@@ -79,10 +79,8 @@ def open_database(where: Path | str) -> Engine:
 
 
 def seal(path: Path) -> None:
-    """Store the SHA-256 of a closed SQLite file, so that damage is found when it is opened again.
-
-    SQLite detects damaged pages, but not a changed value.
-    """
+    """Store the SHA-256 of a closed SQLite file, so that damage is found when it is opened again."""
+    # SQLite detects damaged pages, but not a changed value.
     if path.exists() and not _wal_of(path).exists():
         digest = _sha256(path)
         with open(_seal_of(path), "w", opener=private) as file:
@@ -143,10 +141,8 @@ def connect(where: Path | str) -> Engine:
 
 
 def migrate(engine: Engine) -> None:
-    """Create the tables, or migrate them to the newest revision.
-
-    Alembic takes 10 MB of memory for good, so it is imported only for migrations.
-    """
+    """Create the tables, or migrate them to the newest revision."""
+    # Alembic takes 10 MB of memory for good, so it is imported only for migrations.
     with engine.connect() as connection:
         if engine.dialect.name == "postgresql":
             # Processes that start together take turns, and must see the former one's changes.
@@ -210,10 +206,8 @@ def _sqlite(path: Path) -> Engine:
 
 
 def _read_json(text: str) -> Any:
-    """Return the value of a JSON column, or None for damaged text, so that damage is limited to its row.
-
-    PostgreSQL checks such columns itself.
-    """
+    """Return the value of a JSON column, or None for damaged text, so that damage is limited to its row."""
+    # PostgreSQL checks such columns itself.
     try:
         return json.loads(text)
     except ValueError:

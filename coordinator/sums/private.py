@@ -105,10 +105,8 @@ class PrivateSums:
 def noisy_means(
     told: Sequence[Evidence], asked: int, settings: FederationSettings, key: bytes, round_number: int
 ) -> dict[str, float]:
-    """Return the noisy means of the devices' reports on candidates, over all asked devices.
-
-    It is one more event of the accountant: scaled by ``USUAL_TOLD``, each device moves the sum by at most 1.
-    """
+    """Return the noisy means of the devices' reports on candidates, over all asked devices."""
+    # It is one more event of the accountant: scaled by ``USUAL_TOLD``, each device moves the sum by at most 1.
     assert settings.noise_multiplier is not None, "the federation promises something"
     usual = np.array([USUAL_TOLD[name.partition(" ")[0]] for name in TOLD])
     total = np.zeros(len(TOLD))

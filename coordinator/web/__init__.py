@@ -43,8 +43,9 @@ ASKED_EACH_TIME = "no-cache"
 
 @dataclass(frozen=True)
 class File:
-    """A file for browsers. packed: its bytes in gzip."""
+    """A file for browsers."""
 
+    # Its bytes in gzip.
     packed: bytes
     media_type: str
 

@@ -62,9 +62,8 @@ def checked(token: str | None, federation: str, tokens: Tokens) -> str | None:
     """Return the token if it permits enrolling in this federation and nothing else; None if devices need none.
 
     Raises NotAllowed.
-
-    A wrong token gets 403 instead of 401, on which a browser would forget its user's own token.
     """
+    # A wrong token gets 403 instead of 401, on which a browser would forget its user's own token.
     if "enrolment" not in tokens.guarded():
         return None
     another = f"sparrow token create enrolment --federation {federation} makes one"

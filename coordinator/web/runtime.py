@@ -23,11 +23,12 @@ from . import MEDIA_TYPES, File
 
 @dataclass(frozen=True)
 class Package:
-    """An npm package. files: SHA-256 by name within the folder ``inside``."""
+    """An npm package."""
 
     name: str
     version: str
     inside: str
+    # SHA-256 by name within the folder ``inside``.
     files: Mapping[str, str]
 
     def __str__(self) -> str:

@@ -101,19 +101,20 @@ def room(device: str) -> int:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction of a round at a budget.
-
-    flops: per step. steps: per round. seconds: of computing; 0 if not timed. fixed_seconds: the part that does not
-    depend on the steps (setup, evaluation for early stopping). memory: None if it is plentiful and was not predicted.
-    """
+    """Prediction of a round at a budget."""
 
     budget: float
+    # Flops per step.
     flops: int
+    # Steps per round.
     steps: int
+    # Seconds of computing; 0 if not timed.
     seconds: float
+    # The part that does not depend on the steps (setup, evaluation for early stopping).
     fixed_seconds: float
     bytes_down: int
     bytes_up: int
+    # None if it is plentiful and was not predicted.
     memory: Memory | None
 
     @property

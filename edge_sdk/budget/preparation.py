@@ -83,16 +83,15 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Preparation:
-    """A user's options for preparing a device.
+    """A user's options for preparing a device."""
 
-    budget: None: choose an affordable one. deterministic: choose a budget only by memory, and nothing by timing.
-    memory_limit: bytes for the process, or its tensors on an accelerator. duty, learned, keep: as in
-    ``BudgetController``.
-    """
-
+    # None: choose an affordable one.
     budget: float | None
+    # Choose a budget only by memory, and nothing by timing.
     deterministic: bool = False
+    # Bytes for the process, or its tensors on an accelerator.
     memory_limit: int | None = None
+    # As in ``BudgetController``.
     duty: Callable[[], float] = lambda: 1.0
     learned: Learned = NOTHING
     keep: Callable[[Learned], None] = lambda learned: None

@@ -35,17 +35,15 @@ SAVES_LITTLE = 0.5
 
 
 class Learned(BaseModel):
-    """Corrections from a device's rounds.
-
-    seconds, bytes_down, bytes_up: measured / predicted. down_rate, up_rate: bytes per second; None before the first
-    transfer.
-    """
+    """Corrections from a device's rounds."""
 
     model_config = ConfigDict(frozen=True)
 
+    # Measured / predicted.
     seconds: float = 1.0
     bytes_down: float = 1.0
     bytes_up: float = 1.0
+    # Bytes per second; None before the first transfer.
     down_rate: float | None = None
     up_rate: float | None = None
 
@@ -91,20 +89,22 @@ class Limits:
 
 @dataclass(frozen=True)
 class Choice:
-    """A budget, and its predicted round.
-
-    seconds: in total; computing: without transfers. memory: bytes; None if plentiful. fits: False if even the smallest
-    budget exceeds a limit. limited_by: why the budget is not larger. reasons, advice: texts for the user.
-    """
+    """A budget, and its predicted round."""
 
     budget: float
+    # Seconds in total.
     seconds: float
+    # Computing without transfers.
     computing: float
     bytes_down: int
     bytes_up: int
+    # Bytes; None if plentiful.
     memory: int | None
+    # False if even the smallest budget exceeds a limit.
     fits: bool
+    # Why the budget is not larger.
     limited_by: BudgetLimit | None
+    # Texts for the user.
     reasons: tuple[str, ...]
     advice: tuple[str, ...] = ()
 

@@ -27,23 +27,24 @@ SHARES = {GLOBAL: 1.0, "mixture": SHARE, "finished": SHARE}
 
 @dataclass(frozen=True)
 class Ending:
-    """The choice of a device's final model.
+    """The choice of a device's final model."""
 
-    flops: spent on training candidates. others: candidate -> evaluation on held-out data. taken: the candidate it
-    keeps; usual: the best one over all devices; both None without a common choice.
-    """
-
+    # Spent on training candidates.
     flops: int = 0
+    # Candidate -> evaluation on held-out data.
     others: Mapping[str, Evaluation] = field(default_factory=dict)
+    # The candidate it keeps.
     taken: str | None = None
+    # The best one over all devices; both None without a common choice.
     usual: str | None = None
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Models, by name: ``GLOBAL`` and the available ones of ``evidence.CANDIDATES``. flops: spent on training them."""
+    """Models, by name: ``GLOBAL`` and the available ones of ``evidence.CANDIDATES``."""
 
     models: dict[str, Tensors]
+    # Spent on training them.
     flops: int = 0
 
     @classmethod

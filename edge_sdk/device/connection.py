@@ -84,13 +84,14 @@ Found = TypeVar("Found")
 
 @dataclass
 class Traffic:
-    """Bytes of HTTP bodies so far, including repetitions. ``frozen``: the part of ``down`` that was frozen values.
+    """Bytes of HTTP bodies so far, including repetitions.
 
     A payload sent with its assignment counts when it is used; ``earlier_seconds`` sums such payloads' transfer times.
     """
 
     down: int = 0
     up: int = 0
+    # The part of ``down`` that was frozen values.
     frozen: int = 0
     earlier_seconds: float = 0.0
 

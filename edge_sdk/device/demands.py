@@ -20,13 +20,11 @@ _LINE = re.compile(r"^(\S+)\s+([0-9a-f]{64})$")
 
 @dataclass(frozen=True)
 class SecureOnly:
-    """Send only masked updates.
+    """Send only masked updates."""
 
-    colluders: smallest number that rounds must tolerate. known: name -> identity key of the devices allowed in a round;
-    None: any enrolled device.
-    """
-
+    # Smallest number that rounds must tolerate.
     colluders: int = 0
+    # Name -> identity key of the devices allowed in a round; None: any enrolled device.
     known: Mapping[str, str] | None = None
 
     def fault(self, work: SecureWork, name: str) -> str | None:
@@ -45,15 +43,14 @@ class SecureOnly:
 
 @dataclass(frozen=True)
 class Demands:
-    """All demands of an owner; see ``JoinOptions``.
+    """All demands of an owner; see ``JoinOptions``."""
 
-    secure: None: unmasked updates are allowed. publisher: fingerprint of the only accepted one; None: the first one
-    met. ranges: of settings.
-    """
-
+    # None: unmasked updates are allowed.
     secure: SecureOnly | None = None
+    # Fingerprint of the only accepted one; None: the first one met.
     publisher: str | None = None
     pin_model: bool = False
+    # Ranges of settings.
     ranges: Ranges = field(default_factory=dict)
     plain_metrics: bool = False
     own_frozen: bool = False

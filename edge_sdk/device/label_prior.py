@@ -39,15 +39,14 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class LabelPrior:
-    """A device's class prior.
-
-    bias: name of the last layer's bias; offset: float32 [classes]; sketch: reported summary of the frequencies, None
-    for fewer than two samples.
-    """
+    """A device's class prior."""
 
     manifest: Manifest
+    # Name of the last layer's bias.
     bias: str
+    # Float32 [classes].
     offset: NDArray[np.float32]
+    # Reported summary of the frequencies, None for fewer than two samples.
     sketch: LabelSketch | None = None
 
     @classmethod

@@ -50,9 +50,11 @@ WITHHELD = Failure("other")
 
 @dataclass(frozen=True)
 class LocalNoise:
-    """Noise on updates. multiplier: z; clip: C. Raises BadArgument for invalid numbers."""
+    """Noise on updates."""
 
+    # Z.
     multiplier: float
+    # C. Raises BadArgument for invalid numbers.
     clip: float = 1.0
 
     def __post_init__(self) -> None:

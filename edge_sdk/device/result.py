@@ -20,41 +20,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """The record of a device's work in a federation. Accuracies are on held-out data, None if unknown.
-
-    best_round: round of the kept personal model, the best on validation data; None: the last one. global_share: of the
-    global model in it. accuracy_alone: of a model trained only on its own data (``methods.alone``). taken: the
-    candidate that all devices chose together (``protocol.evidence``), or "". adapted: the device joined after the end
-    and fine-tuned the global model. training, evaluation: their costs. everything: bytes of all calls. choice: reasons
-    for the budget; None if given. metrics: the task's, of the kept model. warnings: about the personal model.
-    interrupted: stopped by its program; another call resumes (``engine`` is empty if it was stopped before the
-    coordinator answered). failures: failed rounds; failure: the last reason. local_epsilon: of all sent updates
-    (``device.local_noise``); None without local noise.
-    """
+    """The record of a device's work in a federation. Accuracies are on held-out data, None if unknown."""
 
     name: str
     rounds: int
     steps: int
     stopped_round: int | None
+    # Round of the kept personal model, the best on validation data; None: the last one.
     best_round: int | None
+    # Share of the global model in the kept one.
     global_share: float
+    # Whether the device joined after the end and fine-tuned the global model.
     adapted: bool
     accuracy_before: float | None
+    # Accuracy of a model trained only on its own data (``methods.alone``).
     accuracy_alone: float | None
     accuracy_after: float | None
+    # Costs of training and of evaluations.
     training: Totals
     evaluation: Totals
+    # Bytes of all calls.
     everything: Moved
     export: Export | None
     engine: str
     budget: float = 1.0
+    # Reasons for the budget; None if given.
     choice: Choice | None = None
+    # Warnings about the personal model.
     warnings: tuple[str, ...] = ()
+    # Metrics of the task, of the kept model.
     metrics: Mapping[str, float] = field(default_factory=dict)
+    # Whether its program stopped it; another call resumes (``engine`` is empty if it was stopped before the coordinator
+    # answered).
     interrupted: bool = False
+    # Number of failed rounds.
     failures: int = 0
+    # Reason of the last failure.
     failure: str | None = None
+    # Privacy loss of all sent updates (``device.local_noise``); None without local noise.
     local_epsilon: float | None = None
+    # The candidate that all devices chose together (``protocol.evidence``), or "".
     taken: str = ""
 
     @property

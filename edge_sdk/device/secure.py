@@ -44,12 +44,14 @@ PEERS = "peers.json"
 
 @dataclass(frozen=True)
 class Hidden:
-    """A masked update. extras: words after the values (``secure.fine``); statement: the round's facts, signed by the
-    device; clipped: number of clipped values."""
+    """A masked update."""
 
     values: Words
+    # Words after the values (``secure.fine``).
     extras: Words
+    # The round's facts, signed by the device.
     statement: Statement
+    # Number of clipped values.
     clipped: int
 
 

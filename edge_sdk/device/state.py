@@ -66,11 +66,7 @@ class Reference:
 
 
 class Identity(BaseModel):
-    """The identity of this device at its coordinator.
-
-    identity_key: private key of secure rounds. device_id, token: from enrolment. previous: the old token, until the
-    coordinator has accepted the new one.
-    """
+    """The identity of this device at its coordinator."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -78,9 +74,12 @@ class Identity(BaseModel):
     federation_uid: str
     name: str
     enrolment_key: str
+    # Private key of secure rounds.
     identity_key: str
+    # From enrolment.
     device_id: str | None = None
     token: str | None = None
+    # The old token, until the coordinator has accepted the new one.
     previous: str | None = None
 
 
@@ -95,7 +94,7 @@ class Pending(BaseModel):
 
 
 class Totals(BaseModel):
-    """Accumulated costs. throttled_seconds, celsius_peak: None if never measured."""
+    """Accumulated costs."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -106,6 +105,7 @@ class Totals(BaseModel):
     joules_estimated: float = 0.0
     seconds_without_joules: float = 0.0
     paused_seconds: float = 0.0
+    # None if never measured.
     throttled_seconds: float | None = None
     celsius_peak: float | None = None
 
@@ -136,20 +136,20 @@ def _known(join: Callable[[float, float], float], one: float | None, other: floa
 
 
 class Best(BaseModel):
-    """The best personal model so far.
-
-    validation: its evaluation. lowest_loss: of all models so far. global_share: of the global model in it. taken: the
-    candidate's name, if all devices chose together (``protocol.evidence``). manifest, data: digests of the manifest and
-    of the validation data with which it was evaluated.
-    """
+    """The best personal model so far."""
 
     model_config = ConfigDict(frozen=True)
 
     round: int
+    # Evaluation of the kept model.
     validation: Evaluation
+    # Lowest loss of all models so far.
     lowest_loss: float
+    # Global share of the global model in it.
     global_share: float = 0.0
+    # The candidate's name, if all devices chose together (``protocol.evidence``).
     taken: str = ""
+    # Digests of the manifest and of the validation data with which it was evaluated.
     manifest: str = ""
     data: str = ""
 
@@ -165,13 +165,7 @@ class NewData(BaseModel):
 
 
 class Progress(BaseModel):
-    """The progress of a device.
-
-    updates: multiplier of local noise -> number of sent updates. failures: failed rounds; failure: the last reason.
-    new_data: set if the validation data changed. memory: the method's. model: digest of the global model that the
-    method can rebuild. validation_before: of the first received model; validation_global: of the last evaluated one.
-    accuracy_alone: of the last evaluated local-only model.
-    """
+    """The progress of a device."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -180,15 +174,24 @@ class Progress(BaseModel):
     steps: int = 0
     stopped_round: int | None = None
     adapted: bool = False
+    # Multiplier of local noise -> number of sent updates.
     updates: dict[float, int] = Field(default_factory=dict)
+    # Number of failed rounds.
     failures: int = 0
+    # Reason of the last failure.
     failure: str | None = None
+    # Set if the validation data changed.
     new_data: NewData | None = None
     accuracy_before: float | None = None
+    # Accuracy of the last evaluated local-only model.
     accuracy_alone: float | None = None
+    # Memory of the method.
     memory: dict[str, Any] = Field(default_factory=dict)
+    # Digest of the global model that the method can rebuild.
     model: str | None = None
+    # Evaluation of the first received model.
     validation_before: Evaluation | None = None
+    # Evaluation of the last evaluated global model.
     validation_global: Evaluation | None = None
     best: Best | None = None
     training: Totals = Totals()

@@ -56,8 +56,9 @@ class _Heat:
 
 @dataclass
 class Measured:
-    """The cost of a phase, set when it ends. flops: set by the code that computes."""
+    """The cost of a phase, set when it ends."""
 
+    # Set by the code that computes.
     flops: int | None = None
     cost: Phase = field(default_factory=Phase)
 

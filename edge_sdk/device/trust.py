@@ -43,19 +43,20 @@ TRUST = "trust.json"
 
 
 class Accepted(BaseModel):
-    """The record of an accepted federation.
-
-    publication: the last one; None if unsigned. publisher: fingerprint accepted next (``sparrow trust``). model: digest
-    of the checked manifest. settings: the first binding settings. secure: whether they were secure.
-    """
+    """The record of an accepted federation."""
 
     model_config = ConfigDict(frozen=True)
 
     uid: str
+    # The last one; None if unsigned.
     publication: Publication | None = None
+    # Fingerprint accepted next (``sparrow trust``).
     publisher: str | None = None
+    # Digest of the checked manifest.
     model: str = ""
+    # The first binding settings.
     settings: dict[str, Any] = {}
+    # Whether they were secure.
     secure: bool = False
 
 

@@ -51,9 +51,11 @@ class Spent(BaseModel):
 
 @dataclass(frozen=True)
 class Objection:
-    """Why a device may not work now. reason: for the coordinator; text: only for the user."""
+    """Why a device may not work now."""
 
+    # Reason for the coordinator.
     reason: PauseReason
+    # Text, only for the user.
     text: str
 
 

@@ -24,12 +24,13 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimiser's settings. clip: largest 2-norm of all gradients together, if limited."""
+    """An optimiser's settings."""
 
     kind: Literal["sgd", "adam", "adamw"] = "sgd"
     learning_rate: float = 0.05
     momentum: float = 0.0
     weight_decay: float = 0.0
+    # Largest 2-norm of all gradients together, if limited.
     clip: float | None = None
 
 

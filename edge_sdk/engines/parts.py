@@ -21,15 +21,14 @@ Array = NDArray[np.float32]
 
 @dataclass
 class Leaf:
-    """A parameter and its trained part: a block, single elements by their flat ``index``, or the whole.
-
-    bits: int32 mask of the gradient, -1 at existing elements. factor: multiplies the whole parameter.
-    """
+    """A parameter and its trained part: a block, single elements by their flat ``index``, or the whole."""
 
     whole: Array
     block: Block | None = None
     index: NDArray[np.intp] | None = None
+    # Int32 mask of the gradient, -1 at existing elements.
     bits: NDArray[np.int32] | None = None
+    # Multiplies the whole parameter.
     factor: Array | None = None
     values: Array = field(init=False)
 

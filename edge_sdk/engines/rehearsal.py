@@ -216,8 +216,9 @@ class OnnxRehearsal(Rehearsal):
 
 
 class Effort(Protocol):
-    """Training at a budget, for a rehearsal. values: number of values in an update."""
+    """Training at a budget, for a rehearsal."""
 
+    # Number of values in an update.
     values: int
 
     def train(self, steps: int, samples: int | None = None) -> list[float]:

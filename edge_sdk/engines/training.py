@@ -70,15 +70,14 @@ class UnsoundModel(TrainingDiverged):
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a model that trains; None for all of it.
-
-    elements: name -> existing elements; the others are and stay zero. trained: name -> elements that move. factors:
-    multiplied with parameters during training; the whole model trains then.
-    """
+    """The part of a model that trains; None for all of it."""
 
     mask: NeuronMask | None = None
+    # Name -> existing elements; the others are and stay zero.
     elements: Mapping[str, Flags] | None = None
+    # Name -> elements that move.
     trained: Mapping[str, Flags] | None = None
+    # Multiplied with parameters during training; the whole model trains then.
     factors: Mapping[str, NDArray[np.float32]] | None = None
 
     def __post_init__(self) -> None:
@@ -111,31 +110,30 @@ class Teacher:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """The result of local training.
+    """The result of local training."""
 
-    num_examples: n_k. samples: seen in total. train_loss: mean of the losses before each step, weighted by samples.
-    """
-
+    # N_k.
     num_examples: int
+    # Seen in total.
     samples: int
     steps: int
+    # Mean of the losses before each step, weighted by samples.
     train_loss: float
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a model's existing elements.
-
-    renewed: name -> bool, added or removed elements, whose optimiser state is reset to zero (RigL, arXiv:1911.11134).
-    """
+    """A change of a model's existing elements."""
 
     elements: Mapping[str, Flags]
+    # Name -> bool, added or removed elements, whose optimiser state is reset to zero (RigL, arXiv:1911.11134).
     renewed: Mapping[str, Flags]
 
 
 class Adjustment(Protocol):
-    """Changes which elements of a model exist during training. batches: how many recent ones it needs."""
+    """Changes which elements of a model exist during training."""
 
+    # How many recent ones it needs.
     batches: int
 
     @property

@@ -14,13 +14,16 @@ from sparrow.protocol.manifest import Manifest, Tensors
 
 @dataclass(frozen=True)
 class Dual:
-    """Both models; shared weights are stored once. personal: θ_c, zero outside ``mask``, m_c. global_mask: m_g. rest:
-    packed global weights outside ``mask``. unmasked: the global biases, norms and buffers."""
+    """Both models; shared weights are stored once."""
 
+    # Θ_c, zero outside ``mask``, m_c.
     personal: Tensors
     mask: ElementMask
+    # M_g.
     global_mask: ElementMask
+    # Packed global weights outside ``mask``.
     rest: NDArray[np.float32]
+    # The global biases, norms and buffers.
     unmasked: Tensors
 
     @classmethod

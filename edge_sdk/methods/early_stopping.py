@@ -30,11 +30,12 @@ MAY_LOSE = 0.25
 
 @dataclass(frozen=True)
 class Smoothed:
-    """State of the rule ``validation``. lowest_loss: of the smoothed losses that counted as an improvement."""
+    """State of the rule ``validation``."""
 
     participations: int = 0
     first_loss: float = 0.0
     smoothed_loss: float = 0.0
+    # Lowest loss of the smoothed losses that counted as an improvement.
     lowest_loss: float = 0.0
     without_improvement: int = 0
 
@@ -77,10 +78,11 @@ def _check_finite(loss: float) -> None:
 
 @dataclass(frozen=True)
 class Judged:
-    """Result of a stop rule. stop_loss: the loss that it compared, None without early stopping."""
+    """Result of a stop rule."""
 
     memory: Mapping[str, Any]
     validation: Evaluation | None = None
+    # The loss that it compared, None without early stopping.
     stop_loss: float | None = None
     stopped: bool = False
 

@@ -49,16 +49,16 @@ def in_silence(job: Job) -> Job:
 
 @dataclass
 class Gradients:
-    """Gradients of the engine's model with respect to the parameters ``names``.
-
-    samples: total over all gradients, for FLOPs. step: of the round, from 1. outputs: of the last batch.
-    """
+    """Gradients of the engine's model with respect to the parameters ``names``."""
 
     engine: Engine
     diverged: Divergence
     names: Sequence[str]
+    # Total over all gradients, for FLOPs.
     samples: int = 0
+    # Step of the round, from 1.
     step: int = 0
+    # Outputs of the last batch.
     outputs: NDArray[Any] | None = None
 
     def of(self, batch: Batch, at: Mapping[str, NDArray[Any]], **how: Any) -> tuple[float, Weights]:

@@ -61,14 +61,17 @@ class Settings(MethodSettings):
 
 @dataclass
 class Meta:
-    """A round's local steps. weights: w, moved by ``optimiser``. seed: for dropout of differences. moved: steps with
-    u ≠ w; curved: those with a Hessian term."""
+    """A round's local steps."""
 
+    # W, moved by ``optimiser``.
     weights: Weights
     optimiser: Optimiser
     own: Settings
+    # Seed for dropout of differences.
     seed: int
+    # Steps with u ≠ w.
     moved: int = field(default=0, init=False)
+    # Gradients with a Hessian term.
     curved: int = field(default=0, init=False)
 
     def step(self, gradients: Gradients, batches: Iterator[Batch]) -> tuple[float, int]:

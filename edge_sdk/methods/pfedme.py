@@ -54,15 +54,18 @@ class Settings(MethodSettings):
 
 @dataclass
 class Envelope:
-    """A round's local steps. local: w_i, moved in place. personal: θ, moved by ``optimiser``. share: ηλ. moved: steps
-    of w_i."""
+    """A round's local steps."""
 
+    # W_i, moved in place.
     local: Weights
+    # Θ, moved by ``optimiser``.
     personal: Weights
     optimiser: Optimiser
     weight: float
     inner_steps: int
+    # Ηλ.
     share: float
+    # Steps of w_i.
     moved: int = field(default=0, init=False)
 
     def step(self, gradients: Gradients, batches: Iterator[Batch]) -> tuple[float, int]:

@@ -97,11 +97,9 @@ def describe(
 
 
 def _search(look: Callable[[dict[Any, int]], Flow]) -> Flow:
-    """Return the best analysis over the choices of which part keeps the neurons if a reshape splits them.
-
-    Heads of attention are the outer part, groups of a shuffle the inner one. Each part is tried, one kind of reshape
-    after another; the choice with most weights, then most neurons, in groups wins.
-    """
+    """Return the best analysis over the choices of which part keeps the neurons if a reshape splits them."""
+    # Heads of attention are the outer part, groups of a shuffle the inner one. Each part is tried, one kind of
+    # reshape after another; the choice with most weights, then most neurons, in groups wins.
     best = look({})
     tried: set[Any] = set()
     while (kind := next((kind for kind in best.state.splits if kind not in tried), None)) is not None:

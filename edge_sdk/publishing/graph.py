@@ -19,14 +19,13 @@ class UnsupportedLayer(SdkError):
 
 @dataclass(frozen=True)
 class Traced:
-    """The graph of a forward pass, reduced to the nodes that its output needs.
-
-    inputs: placeholder -> name of the parameter or buffer, None for the batch. shape: of the output.
-    """
+    """The graph of a forward pass, reduced to the nodes that its output needs."""
 
     nodes: tuple[fx.Node, ...]
+    # Placeholder -> name of the parameter or buffer, None for the batch.
     inputs: Mapping[fx.Node, str | None]
     output: fx.Node
+    # Shape of the output.
     shape: tuple[int, ...]
 
 

@@ -29,16 +29,16 @@ def widest(errors: Iterable[InputError]) -> InputError:
 
 @dataclass(frozen=True)
 class Value:
-    """Properties of a tensor of the graph.
-
-    axes: None for an unrestricted axis of a parameter. error: the part of its gradient that tensors below it need.
-    fixed: computed only from parameters and constants. learned: computed from parameters.
-    """
+    """Properties of a tensor of the graph."""
 
     shape: tuple[int, ...]
+    # None for an unrestricted axis of a parameter.
     axes: tuple[Axis | None, ...]
+    # The part of its gradient that tensors below it need.
     error: InputError = "none"
+    # Computed only from parameters and constants.
     fixed: bool = False
+    # Computed from parameters.
     learned: bool = False
 
     @property
@@ -60,21 +60,22 @@ def constant(shape: Iterable[int]) -> Value:
 
 @dataclass
 class State:
-    """State of the analysis of a traced model.
-
-    tensors: state dict. names: identity -> first name. values: node -> Value, tuple of Values, or None if not a tensor.
-    axes: of parameters and running statistics, by name. choices: kind of reshape -> the part that keeps the neurons.
-    splits: kind of reshape found -> number of parts.
-    """
+    """State of the analysis of a traced model."""
 
     traced: Traced
+    # State dict.
     tensors: Mapping[str, torch.Tensor]
+    # Identity -> first name.
     names: Mapping[int, str]
     parameters: frozenset[str]
+    # Kind of reshape -> the part that keeps the neurons.
     choices: dict[Any, int]
+    # Kind of reshape found -> number of parts.
     splits: dict[Any, int] = field(default_factory=dict)
     neurons: Neurons = field(default_factory=Neurons)
+    # Node -> Value, tuple of Values, or None if not a tensor.
     values: dict[fx.Node, Any] = field(default_factory=dict)
+    # Axes of parameters and running statistics, by name.
     axes: dict[str, Axes] = field(default_factory=dict)
     statistics: set[str] = field(default_factory=set)
 

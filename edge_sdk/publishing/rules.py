@@ -206,10 +206,8 @@ def _index(op: Operation) -> Any:
 
 
 def _reshape(op: Operation) -> Lies:
-    """Flatten, split or squeeze: match the axes of both shapes in the smallest blocks of equal size.
-
-    Axes of length 1 are left out, since a single neuron is always active; so a squeeze is handled like a flatten.
-    """
+    """Flatten, split or squeeze: match the axes of both shapes in the smallest blocks of equal size."""
+    # Axes of length 1 are left out, since a single neuron is always active; so a squeeze is handled like a flatten.
     value = op.values[0]
     new = op.shape
     sources = [(length, axis) for length, axis in zip(value.shape, value.axes, strict=True) if length > 1]
@@ -232,10 +230,8 @@ def _reshape(op: Operation) -> Lies:
 
 
 def _flattened(op: Operation, block: list[tuple[int, Axis | None]]) -> Axis:
-    """Return the neurons along several axes flattened into one.
-
-    Entry order is row-major: earlier axes repeat the whole axis, later axes repeat each entry.
-    """
+    """Return the neurons along several axes flattened into one."""
+    # Entry order is row-major: earlier axes repeat the whole axis, later axes repeat each entry.
     owners = [place for place, (_, axis) in enumerate(block) if axis and op.neurons.resolve(axis)]
     if len(owners) != 1:
         return op.neurons.complete(*(axis or () for _, axis in block))

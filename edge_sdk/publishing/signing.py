@@ -30,8 +30,9 @@ VARIABLE = "SPARROW_PUBLISHER_KEY"
 
 @dataclass(frozen=True)
 class Publisher:
-    """An author of models. key: private Ed25519 key, 32 bytes."""
+    """An author of models."""
 
+    # Private Ed25519 key, 32 bytes.
     key: bytes
 
     def __repr__(self) -> str:

@@ -147,10 +147,8 @@ def exporting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rules_of_one_node() -> Iterator[None]:
-    """Context manager: remove the optimiser's rule that starts from two nodes, a pair of slices that could be a split.
-
-    It lists all nodes for every node, which takes most of the export time of a large step.
-    """
+    """Context manager: remove the optimiser's rule for a pair of slices that could be a split."""
+    # It lists all nodes for every node, which takes most of the export time of a large step.
     try:
         from onnxscript import rewriter
     except ImportError:

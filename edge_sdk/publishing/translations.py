@@ -56,12 +56,10 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> Any:
-    """Return the errors of input, weight and bias.
-
-    Input: a transposed convolution (for a transposed one, a convolution). Weight: a convolution of the input, batch and
-    channels exchanged, with the error as kernel, strides and dilations exchanged (for a transposed one, of the error
-    with the input). Bias: a sum.
-    """
+    """Return the errors of input, weight and bias."""
+    # Input: a transposed convolution (for a transposed one, a convolution). Weight: a convolution of the input, batch
+    # and channels exchanged, with the error as kernel, strides and dilations exchanged (for a transposed one, of the
+    # error with the input). Bias: a sum.
     op = _op()
     spatial = [*range(2, 2 + len(stride))]
     pads = [*padding, *padding]
@@ -788,11 +786,9 @@ _TRANSFORMS: dict[str, Callable[..., Any]] = {
 
 
 def _spectrum(x: Tensor, bins: int, scale: float) -> Complex:
-    """Return the first ``bins`` frequencies of real x [..., length], times ``scale``.
-
-    Long transforms are factorised (Cooley and Tukey): with ``length`` = a b, t = b t1 + t2 and k = k1 + a k2, first
-    over t1, then over t2.
-    """
+    """Return the first ``bins`` frequencies of real x [..., length], times ``scale``."""
+    # Long transforms are factorised (Cooley and Tukey): with ``length`` = a b, t = b t1 + t2 and k = k1 + a k2, first
+    # over t1, then over t2.
     length = int(x.shape[-1])
     first = next(each for each in range(math.isqrt(length), 0, -1) if length % each == 0)
     second = length // first

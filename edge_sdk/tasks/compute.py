@@ -18,16 +18,15 @@ DRIVERS = ("nvidiactl", "nvhost-gpu", "nvgpu", "dxg", "kfd")
 
 @dataclass(frozen=True)
 class Compute:
-    """The settings with which this device trains and evaluates a task's model.
+    """The settings with which this device trains and evaluates a task's model."""
 
-    device: cpu or cuda. threads: of the processor; None keeps the process's. channels_last: memory format of
-    convolutions; None lets ``layout`` choose. bfloat16: forward pass under torch's autocast; weights and optimiser
-    stay float32.
-    """
-
+    # Cpu or cuda.
     device: str = PROCESSOR
+    # Threads of the processor; None keeps the process's.
     threads: int | None = None
+    # Memory format of convolutions; None lets ``layout`` choose.
     channels_last: bool | None = None
+    # Forward pass under torch's autocast; weights and optimiser stay float32.
     bfloat16: bool = False
 
     def precision(self) -> AbstractContextManager[object]:

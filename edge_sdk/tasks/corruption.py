@@ -178,10 +178,8 @@ def contrast(images: Images, severity: int, random: np.random.RandomState) -> Im
 
 
 def saturate(images: Images, severity: int, random: np.random.RandomState) -> Images:
-    """Saturation s becomes clip(a s + b), hue and value kept; BadOption for grey images.
-
-    A grey pixel counts as red, as in the published generator, so greys turn reddish if b > 0.
-    """
+    """Saturation s becomes clip(a s + b), hue and value kept; BadOption for grey images."""
+    # A grey pixel counts as red, as in the published generator, so greys turn reddish if b > 0.
     if images.shape[3] != 3:
         raise BadOption("--data: corruption=saturate needs images in colour, these are grey; choose another")
     factor, added = ((0.3, 0.0), (0.1, 0.0), (1.5, 0.0), (2.0, 0.1), (2.5, 0.2))[severity - 1]

@@ -48,17 +48,17 @@ WATCH = "watch"
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """The shape and labels of a task's samples, independent of the file format.
-
-    shape: of one sample. described: where to get the public set. pixels: kept as bytes, otherwise as float16.
-    archives: names of npz files to look for in a folder, by default the task's.
-    """
+    """The shape and labels of a task's samples, independent of the file format."""
 
     task: str
+    # Shape of one sample.
     shape: tuple[int, ...]
     classes: int
+    # Where to get the public set.
     described: str
+    # Kept as bytes, otherwise as float16.
     pixels: bool = True
+    # Names of npz files to look for in a folder, by default the task's.
     archives: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -75,10 +75,7 @@ class SampleFormat:
 
 @dataclass(frozen=True)
 class _Part:
-    """One file's unchecked samples; ``source`` names it in messages.
-
-    names: of people numbered from 0. test: marks the published test part.
-    """
+    """One file's unchecked samples; ``source`` names it in messages."""
 
     source: str
     inputs: Array
@@ -86,7 +83,9 @@ class _Part:
     people: Array | None = None
     watch: Array | None = None
     run: Array | None = None
+    # Marks the published test part.
     test: Array | None = None
+    # Names of people numbered from 0.
     names: Array | None = None
 
 

@@ -74,10 +74,11 @@ def _check_names(task: Task, manifest: Manifest) -> None:
 
 @dataclass(frozen=True)
 class Taken:
-    """The types of a training step. shape: of one sample's target; None: any."""
+    """The types of a training step."""
 
     inputs: np.dtype[Any]
     targets: np.dtype[Any] | None = None
+    # Shape of one sample's target; None: any.
     shape: tuple[int, ...] | None = None
 
 

@@ -148,10 +148,8 @@ def uci_har_dmpfl() -> nn.Module:
 
 
 def har_small(channels: int = 6, steps: int = 64, classes: int = 5) -> nn.Module:
-    """[N,6,64] windows of accelerometer and gyroscope -> [N,5]: three convolutions in time and 64 hidden units.
-
-    Group norm, because batch norm's running statistics would mix different people.
-    """
+    """[N,6,64] windows of accelerometer and gyroscope -> [N,5]: three convolutions in time and 64 hidden units."""
+    # Group norm, because batch norm's running statistics would mix different people.
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for stage, (before, after, kernel) in enumerate(((channels, 32, 5), (32, 64, 5), (64, 64, 3)), 1):
         layers[f"conv{stage}"] = nn.Conv1d(before, after, kernel, padding=kernel // 2)

@@ -253,11 +253,9 @@ def entry_name(description: Preparation, place: int) -> str:
 
 
 def differences(found: Statistics, description: Preparation) -> list[tuple[str, str]]:
-    """Return (text for the user, text for the operator) of each column or channel that differs strongly.
-
-    Other units than the publisher's are the usual cause. The operator's text contains no statistic of the device's
-    data.
-    """
+    """Return (text for the user, text for the operator) of each column or channel that differs strongly."""
+    # Other units than the publisher's are the usual cause. The operator's text contains no statistic of the device's
+    # data.
     remarks = []
     for place, (mean, deviation) in enumerate(zip(description.mean, description.deviation, strict=True)):
         if description.columns and description.columns[place].categories:

@@ -165,15 +165,15 @@ def prepare_array(
 
 @dataclass(frozen=True)
 class Hearing:
-    """Frames of sounds for log-mel energies.
+    """Frames of sounds for log-mel energies."""
 
-    rate: samples per second. clip: samples of a sound that are used; shorter sounds are padded with silence. frame:
-    samples of a frame. hop: samples between the starts of two frames.
-    """
-
+    # Samples per second.
     rate: int
+    # Samples of a sound that are used; shorter sounds are padded with silence.
     clip: int
+    # Samples of a frame.
     frame: int
+    # Samples between the starts of two frames.
     hop: int
 
     @classmethod

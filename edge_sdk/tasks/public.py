@@ -64,16 +64,15 @@ HAR = SampleFormat(
 
 @dataclass(frozen=True)
 class Choice:
-    """A network and the scaling (x - mean) / deviation of its inputs of ``shape``.
+    """A network and the scaling (x - mean) / deviation of its inputs of ``shape``."""
 
-    mean, deviation: one entry per channel, in the units of the stored samples (grey levels 0..255, or the sensor's).
-    parameters: number of trainable values. network: its function in ``models``.
-    """
-
+    # Name of the model's function in ``models``.
     network: str
     shape: tuple[int, ...]
+    # One entry per channel, in the units of the stored samples (grey levels 0..255, or the sensor's).
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
+    # Number of trainable values.
     parameters: int
 
     def build(self) -> nn.Module:

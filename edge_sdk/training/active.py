@@ -46,12 +46,10 @@ in channels last: a convolution takes 0.5 to 0.7 of the time at 0.2, 0.7 to 0.9 
 
 @dataclass(frozen=True)
 class ActiveBlock:
-    """Active rows and columns of ``parameter``'s first two axes, int64; None for all.
-
-    view: the parameter's shape, with columns behind a flatten as [channels, entries] (``masks.neuron_view``).
-    """
+    """Active rows and columns of ``parameter``'s first two axes, int64; None for all."""
 
     parameter: nn.Parameter
+    # The parameter's shape, with columns behind a flatten as [channels, entries] (``masks.neuron_view``).
     view: tuple[int, ...]
     rows: Tensor | None
     columns: Tensor | None

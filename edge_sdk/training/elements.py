@@ -39,9 +39,10 @@ _WORTH_PACKING = 0.7
 
 @dataclass(frozen=True)
 class Elements:
-    """The existing elements of ``parameter``; index: flat, row-major, sorted, int64 [n]."""
+    """The existing elements of ``parameter``;"""
 
     parameter: nn.Parameter
+    # Flat, row-major, sorted, int64 [n].
     index: Tensor
 
     def take(self, tensor: Tensor) -> Tensor:

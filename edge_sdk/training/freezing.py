@@ -31,16 +31,15 @@ backward pass: a callback in its middle takes longer than the work."""
 
 @dataclass
 class _Part:
-    """A parameter and its trained part.
-
-    module: the layer that has it as ``weight``. leaf: the parameter itself, or its values by ``trained``.
-    """
+    """A parameter and its trained part."""
 
     parameter: nn.Parameter
+    # The layer that has it as ``weight``.
     module: nn.Module | None = None
     trained: ActiveBlock | Elements | None = None
     kernel: Kernel | None = None
     bits: Bits | None = None
+    # The parameter itself, or its values by ``trained``.
     leaf: torch.Tensor = field(init=False)
 
     @property

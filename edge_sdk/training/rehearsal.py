@@ -155,10 +155,8 @@ def _silence() -> Iterator[None]:
 
 
 def block_nanoseconds(model: nn.Module, manifest: Manifest, inputs: torch.Tensor) -> Costs:
-    """Return the nanoseconds of each block in a training step on ``inputs``, [L].
-
-    Blocks share the time of their linear layer or convolution by their part of its weights; others have 0.
-    """
+    """Return the nanoseconds of each block in a training step on ``inputs``, [L]."""
+    # Blocks share the time of their linear layer or convolution by their part of its weights; others have 0.
     modules = dict(model.named_modules())
     layers = {layer.name: modules[layer.name] for layer in manifest.layers if layer.kind in MULTIPLYING}
     seen: dict[str, torch.Tensor] = {}

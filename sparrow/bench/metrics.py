@@ -21,15 +21,15 @@ from ..protocol.messages import DeviceReport, Evaluation, Kind, Receipt, RoundRe
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy over devices.
-
-    weighted: by test samples. std: population standard deviation. bottom_decile: the floor(N/10)-th worst, from 1.
-    """
+    """Accuracy over devices."""
 
     devices: int
     mean: float
+    # Weighted by test samples.
     weighted: float
+    # Population standard deviation.
     std: float
+    # The floor(N/10)-th worst, from 1.
     bottom_decile: float
 
 
@@ -57,9 +57,7 @@ def accuracy_over(devices: Sequence[tuple[float | None, int]]) -> Accuracy | Non
 class Point:
     """The state of a trial after an evaluated round.
 
-    Costs are sums over devices and rounds so far. seconds, joules_measured, joules_estimated: of training and transfer.
-    seconds_without_joules: those of unknown energy. counts: of the method's device halves. notes: of the coordinator.
-    finetune_flops: only of the copies evaluated in this round. counts and finetune_flops are None in older rows.
+    Costs are sums over devices and rounds so far.
     """
 
     round: int
@@ -73,13 +71,18 @@ class Point:
     evaluation_bytes_up: int
     evaluation_bytes_down: int
     training_flops: int
+    # Sums of training and transfer.
     seconds: float
     joules_measured: float
     joules_estimated: float
+    # Number of phases with unknown energy.
     seconds_without_joules: float
     wall_seconds: float
+    # Notes of the coordinator.
     notes: dict[str, int] = field(default_factory=dict)
+    # Counts of the method's device halves.
     counts: dict[str, int] | None = None
+    # Finetune flops, only of the copies evaluated in this round. counts and finetune_flops are None in older rows.
     finetune_flops: int | None = None
 
     @property
@@ -95,17 +98,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Shifted:
-    """Accuracy of a trial's last models on an additional test set of each device that trained.
+    """Accuracy of a trial's last models on an additional test set of each device that trained."""
 
-    test_set: its options of ``--data``. accuracy: of the device's model, the personal one or else the global one.
-    accuracy_personal, accuracy_global: of each kind, if it exists. devices, devices_global: accuracies per device, in
-    the order of the trial's result.
-    """
-
+    # Its options of ``--data``.
     test_set: dict[str, bool | int | float | str]
+    # Accuracy of the device's model, the personal one or else the global one.
     accuracy: Accuracy | None
+    # Accuracy of each kind of model, if it exists.
     accuracy_personal: Accuracy | None
     accuracy_global: Accuracy | None
+    # Accuracies per device, in the order of the trial's result.
     devices: tuple[float | None, ...]
     devices_global: tuple[float | None, ...]
 

@@ -28,17 +28,18 @@ VECTORS = {
 
 @dataclass(frozen=True)
 class Provenance:
-    """The software and the machine that computed a trial.
+    """The software and the machine that computed a trial."""
 
-    commit: of the clone, "" outside of one. changes: number of files that differ from it. packages: name -> version,
-    including Python's. flags: vector instructions. threads: per training device.
-    """
-
+    # Commit of the clone, "" outside of one.
     commit: str
+    # Number of files that differ from it.
     changes: int
+    # Name -> version, including Python's.
     packages: Mapping[str, str]
     processor: str
+    # Vector instructions.
     flags: tuple[str, ...]
+    # Threads per training device.
     threads: int
 
     @classmethod
@@ -56,10 +57,8 @@ def provenance(threads: int) -> Provenance:
 
 @cache
 def state_of(root: Path) -> tuple[str, int]:
-    """Return a clone's commit and its number of changed files; "" and 0 outside of a clone.
-
-    Cached, since a process runs the code it has imported, regardless of later changes.
-    """
+    """Return a clone's commit and its number of changed files; "" and 0 outside of a clone."""
+    # Cached, since a process runs the code it has imported, regardless of later changes.
     commit = _git(root, "rev-parse", "HEAD")
     return commit, len(_changes(root)) if commit else 0
 

@@ -26,49 +26,49 @@ GZIP = ".gz"
 
 @dataclass(frozen=True)
 class DeviceResult:
-    """The result of a trial for one device.
-
-    accuracy: as in ``metrics``. state_bytes: size of its state. inference_flops: of one sample in the evaluated model,
-    without zero weights; None if unknown. loss, metrics: of the evaluated model. taken: the final candidate, if the
-    fleet helped to choose. usual: the best candidate over all devices. others: accuracies of all candidates, or 1 minus
-    the loss for a regression. Older rows lack the last five.
-    """
+    """The result of a trial for one device."""
 
     device: str
     budget: float
     new: bool
     test_examples: int
+    # Accuracy, as in ``metrics``.
     accuracy: float | None
     accuracy_global: float | None
     rounds: int
     stopped_round: int | None
+    # Size of its state.
     state_bytes: int
+    # Inference flops of one sample in the evaluated model, without zero weights; None if unknown.
     inference_flops: int | None = None
+    # Results of the evaluated model.
     loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    # The final candidate, if the fleet helped to choose.
     taken: str | None = None
+    # The best candidate over all devices.
     usual: str | None = None
+    # Accuracies of all candidates, or 1 minus the loss for a regression. Older rows lack the last five.
     others: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial.
-
-    wall_seconds: from its first call to its last. inference_flops: of one sample in the whole model. idle: counts of
-    the method's actions that stayed zero. engine: PyTorch in rows without one. idle and provenance are None in older
-    rows.
-    """
+    """The result of a trial."""
 
     rounds: int
     reason: str | None
     parameters: int
+    # Inference flops of one sample in the whole model.
     inference_flops: int
     model_sha256: str
     devices: tuple[DeviceResult, ...]
+    # Wall seconds from its first call to its last.
     wall_seconds: float
     machine: str
+    # Counts of the method's actions that stayed zero.
     idle: tuple[str, ...] | None = None
+    # PyTorch in rows without one. idle and provenance are None in older rows.
     engine: EngineName = "torch"
     provenance: Provenance | None = None
 

@@ -66,8 +66,9 @@ TUNED = FOLDER / "tuned.json"
 
 
 class Observer(Protocol):
-    """An observer of a trial's devices, which work one at a time. error: its failure, which ends the fleet."""
+    """An observer of a trial's devices, which work one at a time."""
 
+    # Its failure, which ends the fleet.
     error: Exception | None
 
     def __call__(self, stepped: Stepped) -> None:
@@ -137,11 +138,9 @@ def _is_done(trial: Trial, done: Mapping[str, Recorded]) -> bool:
 
 
 def _same_training(trial: Trial, done: Iterable[Recorded]) -> Recorded | None:
-    """Return a recorded trial with the same training that also evaluates fine-tuned copies, or None.
-
-    Fine-tuned copies are discarded, so both trainings are bitwise equal. This does not hold for new devices, which keep
-    their copies, and for methods with personal models, whose copies are fine-tuned.
-    """
+    """Return a recorded trial with the same training that also evaluates fine-tuned copies, or None."""
+    # Fine-tuned copies are discarded, so both trainings are bitwise equal. This does not hold for new devices, which
+    # keep their copies, and for methods with personal models, whose copies are fine-tuned.
     if trial.method == AUTO or trial.settings.get("finetune_epochs", 0) or trial.new:
         return None
     if load_server_half(trial.method).personal_models:
@@ -243,11 +242,9 @@ def _play(
 
 
 def _with_late(recorded: Recorded, found: Mapping[int, Evaluated]) -> Recorded:
-    """Add the results of new devices without a report, by index.
+    """Add the results of new devices without a report, by index."""
 
-    A new device of DM-PFL catches up on the last common round, which has no evaluation, and does not adapt.
-    """
-
+    # A new device of DM-PFL catches up on the last common round, which has no evaluation, and does not adapt.
     def judged_late(device: DeviceResult) -> DeviceResult:
         each = found.get(_index(device.device))
         judgement = own(each, recorded.trial.judged_as) if each and each.personal else None

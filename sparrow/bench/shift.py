@@ -58,17 +58,16 @@ DataOfDevices = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Finished:
-    """A federation that has ended.
-
-    model: the global one, or its shared part; None if evaluations send no model. root: folder of the devices' state
-    folders. reference: model from which personal models are stored as differences. sessions: of ONNX Runtime's training
-    step, None with PyTorch.
-    """
+    """A federation that has ended."""
 
     known: Known
+    # The global one, or its shared part; None if evaluations send no model.
     model: Tensors | None
+    # Folder of the devices' state folders.
     root: Path
+    # Model from which personal models are stored as differences.
     reference: Reference | None
+    # Sessions of ONNX Runtime's training step, None with PyTorch.
     sessions: Sessions | None
 
 

@@ -43,13 +43,12 @@ class NothingActed(SdkError):
 
 @dataclass
 class Choice:
-    """The search for one label's settings.
-
-    scores: validation accuracy by point, None if the mechanism was idle. beyond: points outside of the grid.
-    """
+    """The search for one label's settings."""
 
     rounds: int
+    # Validation accuracy by point, None if the mechanism was idle.
     scores: dict[str, float | None] = field(default_factory=dict)
+    # Points outside of the grid.
     beyond: list[Point] = field(default_factory=list)
 
     @property

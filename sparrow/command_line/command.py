@@ -92,16 +92,16 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Command:
-    """A command.
+    """A command."""
 
-    name: of its module. options: adds the options to a parser. run: does the work; returns an exit code, None for
-    success; prints the result on stdout and messages on stderr. usage: the main options, if there are many.
-    """
-
+    # Name of its module.
     name: str
     description: str
+    # Adds the options to a parser.
     options: Callable[[Parser], None]
+    # Does the work; returns an exit code, None for success; prints the result on stdout and messages on stderr.
     run: Callable[[argparse.Namespace], int | None]
+    # The main options, if there are many.
     usage: str | None = None
     epilog: str | None = None
 

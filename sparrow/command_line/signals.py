@@ -14,10 +14,8 @@ Handler = Callable[[int, FrameType | None], object]
 
 @contextmanager
 def handled(handlers: Mapping[Signals, Handler]) -> Iterator[None]:
-    """Context manager: install these handlers, and restore the former ones on exit.
-
-    It has no effect outside the main thread, which alone may install handlers.
-    """
+    """Context manager: install these handlers, and restore the former ones on exit."""
+    # It has no effect outside the main thread, which alone may install handlers.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

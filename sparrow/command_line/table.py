@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters as Python does.
-
-    Untrusted text may have line breaks, terminal codes and marks that change the direction of text.
-    """
+    """Escape unprintable characters as Python does."""
+    # Untrusted text may have line breaks, terminal codes and marks that change the direction of text.
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -9,13 +9,11 @@ from ..protocol.manifest import Tensors
 
 @dataclass(frozen=True)
 class Graphs:
-    """The training step and the evaluation of a task, serialised ONNX.
-
-    frozen: values that the graphs read and that do not train, by name; networks share these arrays. first: initial
-    values of tensors that stay on devices.
-    """
+    """The training step and the evaluation of a task, serialised ONNX."""
 
     step: bytes
     evaluation: bytes
+    # Values that the graphs read and that do not train, by name; networks share these arrays.
     frozen: Tensors = field(default_factory=dict)
+    # Initial values of tensors that stay on devices.
     first: Tensors = field(default_factory=dict)

@@ -312,10 +312,9 @@ class Walk:
             raise SkeletonError(f"{named(node)}: its result cannot be inferred ({str(error)[:200]})") from None
 
     def _check_factors(self, node: NodeProto) -> None:
-        """Raise SkeletonError for factors that would enlarge a result.
-
-        ONNX infers the input's shape for these operators, but ONNX Runtime broadcasts to the larger lengths of both.
-        """
+        """Raise SkeletonError for factors that would enlarge a result."""
+        # ONNX infers the input's shape for these operators, but ONNX Runtime broadcasts to the larger lengths of
+        # both.
         if node.op_type not in _FACTORS:
             return
         taken = self.values.shape(node.input[0])

@@ -81,20 +81,22 @@ REDUCTIONS = SUMS | {"ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "Redu
 
 @dataclass(frozen=True)
 class Cut:
-    """A value of the narrow graph. zeros: axes along which all dropped neurons of the whole value are zero."""
+    """A value of the narrow graph."""
 
     name: str
     labels: Labels
+    # Axes along which all dropped neurons of the whole value are zero.
     zeros: frozenset[int] = frozenset()
 
 
 @dataclass
 class Plan:
-    """How to cut a node: labels of inputs and output. other: input position -> replacement."""
+    """How to cut a node: labels of inputs and output."""
 
     inputs: Sequence[Labels]
     labels: Labels
     zeros: frozenset[int] = frozenset()
+    # Input position -> replacement.
     other: dict[int, str] = field(default_factory=dict)
 
 

@@ -13,10 +13,8 @@ from .graph import drop_unused_in_place, set_nodes_in_place
 
 
 def name_outputs(graph: onnx.GraphProto) -> None:
-    """Rename values whose copy is an output of the graph, so that they are that output.
-
-    These are an evaluation's output and loss if the training step computes the same values.
-    """
+    """Rename values whose copy is an output of the graph, so that they are that output."""
+    # These are an evaluation's output and loss if the training step computes the same values.
     outputs = {each.name for each in graph.output}
     made = {name for node in graph.node for name in node.output}
     for node in [each for each in graph.node if each.op_type == "Identity" and each.output[0] in outputs]:

@@ -350,12 +350,10 @@ def _product(editor: Editor, name: str) -> tuple[onnx.NodeProto, Read, Read] | N
 
 
 def join_channels(editor: Editor) -> None:
-    """Compute the error of a convolution's weight by one product.
-
-    Matches ``Conv`` of two values with exchanged batch and channels. The channels of the first are moved next to the
-    last axis, [1, N, ..., W C], and the second value steps over them: each place that it reaches stands for a channel
-    and a place of the weight.
-    """
+    """Compute the error of a convolution's weight by one product."""
+    # Matches ``Conv`` of two values with exchanged batch and channels. The channels of the first are moved next to
+    # the last axis, [1, N, ..., W C], and the second value steps over them: each place that it reaches stands for a
+    # channel and a place of the weight.
     for node in editor.of_type("Conv"):
         makers = [editor.maker(name) for name in node.input]
         if len(makers) != 2 or any(each is None or each.op_type != "Transpose" for each in makers):

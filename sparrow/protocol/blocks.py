@@ -172,10 +172,10 @@ class BlockMask:
 
 @dataclass(frozen=True)
 class Runs:
-    """A mask's blocks in one tensor, with the methods of ``masks.Block``. spans: sorted (start, stop) of runs of its
-    values in row-major order."""
+    """A mask's blocks in one tensor, with the methods of ``masks.Block``."""
 
     view: tuple[int, ...]
+    # Sorted (start, stop) of runs of its values in row-major order.
     spans: tuple[tuple[int, int], ...]
 
     @classmethod
@@ -240,11 +240,10 @@ def values_of(importances: NDArray[np.floating], costs: Costs, importance: Impor
 def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int, rule: Rule = "exact") -> Selection:
     """Return, for each problem, the items with ``sizes`` [n] up to ``capacity`` in total and the largest sum of
     ``values`` [problems, n]; ties take the first.
-
-    Among items of one size the most valuable come first, so a choice is a count per size. A partial choice is dropped
-    if another is no larger and no less valuable, or if all remaining items could not lift it above one with room for
-    them. Beyond LARGEST_FRONT partial choices, or with the rule ``greedy``, see ``_greedy``.
     """
+    # Among items of one size the most valuable come first, so a choice is a count per size. A partial choice is
+    # dropped if another is no larger and no less valuable, or if all remaining items could not lift it above one with
+    # room for them. Beyond LARGEST_FRONT partial choices, or with the rule ``greedy``, see ``_greedy``.
     problems = len(values)
     if sizes.sum() <= capacity or not problems:
         return np.ones(values.shape, dtype=bool)

@@ -87,21 +87,21 @@ NO_PARTS: Mapping[str, Expected] = {}
 
 @dataclass(frozen=True)
 class Bundle:
-    """A decoded and checked bundle.
+    """A decoded and checked bundle."""
 
-    values: float32 [count_values(manifest, mask)], finite; of precision int8 a difference. mask: None if everything is
-    active. draw: the seed form, if the mask has one. masked: integers of secure aggregation instead of values, with
-    extras of the same type (``secure.fine``). parts: a method's, by name. sizes: bytes of header, values, mask and
-    parts.
-    """
-
+    # Float32 [count_values(manifest, mask)], finite; of precision int8 a difference.
     values: NDArray[np.float32]
+    # None if everything is active.
     mask: Mask | None
+    # The seed form, if the mask has one.
     draw: NeuronDraw | None
     precision: Precision
     report: str
+    # A method's, by name.
     parts: Mapping[str, Numbers] = field(default_factory=dict)
+    # Bytes of header, values, mask and parts.
     sizes: Mapping[str, int] = field(default_factory=dict)
+    # Integers of secure aggregation instead of values, with extras of the same type (``secure.fine``).
     masked: Words | None = None
     extras: Words | None = None
 

@@ -74,10 +74,10 @@ class ElementMask:
 
 @dataclass(frozen=True)
 class Points:
-    """The existing elements of one tensor, with the methods of ``masks.Block``. index: sorted, unique flat
-    positions."""
+    """The existing elements of one tensor, with the methods of ``masks.Block``."""
 
     view: tuple[int, ...]
+    # Sorted, unique flat positions.
     index: Index
 
     @property

@@ -52,11 +52,12 @@ MOMENTS = _COUNT * (_COUNT + 1) // 2
 
 
 class Evidence(Record):
-    """A device's measurements. gains: mean of each candidate over ``parts``. within: covariances of a part's gains, the
-    upper triangle row by row."""
+    """A device's measurements."""
 
     parts: int = Field(ge=2, le=2**20)
+    # Mean of each candidate over ``parts``.
     gains: tuple[Gain, ...] = Field(min_length=_COUNT, max_length=_COUNT)
+    # Covariances of a part's gains, the upper triangle row by row.
     within: tuple[Annotated[float, Field(ge=-2 * LARGEST_GAIN**2, le=2 * LARGEST_GAIN**2)], ...] = Field(
         min_length=MOMENTS, max_length=MOMENTS
     )
@@ -96,11 +97,14 @@ TOLD = _names()
 
 @dataclass(frozen=True)
 class Pool:
-    """The combined evidence. mean: μ [C]; between: T [C, C]; within: W [C, C]."""
+    """The combined evidence."""
 
     devices: int
+    # Μ [C].
     mean: Array
+    # T [C, C].
     between: Array
+    # W [C, C].
     within: Array
 
     @classmethod

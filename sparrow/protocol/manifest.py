@@ -106,17 +106,16 @@ Recipe = Annotated[Constant | Uniform | Data, Field(discriminator="kind")]
 
 
 class TensorSpec(Record):
-    """One entry of the model's state dict.
-
-    policy: ``shared`` values are sent and averaged. ``personal`` ones stay on the device: local running statistics,
-    and integer and 0-dimensional buffers. ``dropped`` ones are in no forward pass, and not kept. ``frozen`` ones are
-    never trained, and downloaded once (``protocol.values``). trainable: False for buffers.
-    """
+    """One entry of the model's state dict."""
 
     name: Name
     shape: tuple[Annotated[int, Field(ge=1)], ...] = Field(max_length=8)
     dtype: Literal["float32", "int64", "int32", "uint8", "bool"] = "float32"
+    # ``shared`` values are sent and averaged. ``personal`` ones stay on the device: local running statistics, and
+    # integer and 0-dimensional buffers. ``dropped`` ones are in no forward pass, and not kept. ``frozen`` ones are
+    # never trained, and downloaded once (``protocol.values``).
     policy: Literal["shared", "personal", "dropped", "frozen"] = "shared"
+    # False for buffers.
     trainable: bool = True
     axes: tuple[tuple[Segment, ...], ...] = ()
     init: Recipe = Data()
@@ -159,18 +158,16 @@ InputError = Literal["none", "active", "all"]
 
 
 class Layer(Record):
-    """A layer with weights.
-
-    positions: output positions per sample; a sample costs 2 * positions * active weights FLOPs forward. input_error:
-    the useful part of the input's gradient if only weights between active neurons are trained. ``none``: the input is
-    data. ``active``: entries of active neurons, the columns of the weight; all layers below have data as input, and
-    nothing mixes neurons. ``all`` is always correct.
-    """
+    """A layer with weights."""
 
     name: Name
     kind: Name
     tensors: tuple[Name, ...]
+    # Output positions per sample; a sample costs 2 * positions * active weights FLOPs forward.
     positions: Size = 1
+    # The useful part of the input's gradient if only weights between active neurons are trained. ``none``: the input
+    # is data. ``active``: entries of active neurons, the columns of the weight; all layers below have data as input,
+    # and nothing mixes neurons. ``all`` is always correct.
     input_error: InputError = "all"
 
 
@@ -179,11 +176,6 @@ class Manifest(Record):
 
     Shapes leave the batch out. ``*_sha256`` are digests of files beside it: graphs (step and evaluation both or
     neither), values of frozen tensors, and first values of tensors that stay on devices (``protocol.values``).
-    frozen_precision: stored precision of frozen tensors with at least two axes. blocks: name -> sizes of runs of values
-    (``protocol.blocks``). coupling: False if neurons are unknown; then there are no groups. metrics: measured by the
-    task. outputs: exchanged values that are not tensors of the model, such as scores on a public set. aliases: other
-    names of tensors in the state dict (tied weights). preparation: describes the graph from raw samples to inputs.
-    targets: the meaning of outputs.
     """
 
     version: Literal[1] = 1
@@ -193,19 +185,27 @@ class Manifest(Record):
     tensors: tuple[TensorSpec, ...] = Field(min_length=1, max_length=100_000)
     groups: tuple[NeuronGroup, ...] = ()
     layers: tuple[Layer, ...] = ()
+    # Name -> sizes of runs of values (``protocol.blocks``).
     blocks: dict[Name, tuple[Size, ...]] = Field(default={})
+    # False if neurons are unknown; then there are no groups.
     coupling: bool = True
+    # Exchanged values that are not tensors of the model, such as scores on a public set.
     outputs: tuple[TensorSpec, ...] | None = None
+    # Other names of tensors in the state dict (tied weights).
     aliases: dict[Name, Name] = Field(default={})
     skeleton_sha256: Digest | None = None
     step_sha256: Digest | None = None
     evaluation_sha256: Digest | None = None
     frozen_sha256: Digest | None = None
     first_sha256: Digest | None = None
+    # Measured by the task.
     metrics: tuple[MetricName, ...] = Field(default=(), max_length=MOST_METRICS)
+    # Stored precision of frozen tensors with at least two axes.
     frozen_precision: Literal["float32", "float16"] = "float32"
     preparation_sha256: Digest | None = None
+    # Describes the graph from raw samples to inputs.
     preparation: Preparation | None = None
+    # The meaning of outputs.
     targets: Targets | None = None
 
     @model_validator(mode="after")

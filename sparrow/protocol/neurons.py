@@ -146,8 +146,9 @@ class CannotNarrow(ManifestError):
 
 @dataclass(frozen=True)
 class Narrowing:
-    """The part of each tensor in a narrow network. manifest: the narrow network's."""
+    """The part of each tensor in a narrow network."""
 
+    # The narrow network's.
     manifest: Manifest
     blocks: Mapping[str, Block]
 

@@ -18,8 +18,7 @@ class RoundPoint(Answer):
     """Closed rounds ``first`` to ``round``, as one point of a chart.
 
     Counts, bytes, joules and seconds are sums over rounds and devices; accuracy and loss are the last measured. Bytes
-    and joules are of training, including transfers. whole_bytes: of whole float32 models both ways. seconds: from
-    opening to closing; ``*_seconds``: of devices. device_seconds_* and slowest: of the last round.
+    and joules are of training, including transfers.
     """
 
     first: int
@@ -34,9 +33,11 @@ class RoundPoint(Answer):
     bytes_up: int
     bytes_down: int
     evaluation_bytes: int
+    # Whole bytes of whole float32 models both ways.
     whole_bytes: int
     joules_measured: float
     joules_estimated: float
+    # Seconds from opening to closing; ``*_seconds``: of devices. device_seconds_* and slowest: of the last round.
     seconds: float
     download_seconds: float
     train_seconds: float

@@ -36,11 +36,12 @@ RESERVED = ("values", "extras", "scales", "mask")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a method's messages. name: lowercase letters, digits and underscores. count: the number of values in a
-    message of a round with this plan; for payloads the largest number."""
+    """A part of a method's messages."""
 
+    # Lowercase letters, digits and underscores.
     name: str
     dtype: PartType
+    # The number of values in a message of a round with this plan; for payloads the largest number.
     count: Callable[[Manifest, Plan], int]
 
     def __post_init__(self) -> None:

@@ -73,9 +73,9 @@ class Membership(BaseModel):
 
 @dataclass(frozen=True)
 class Saved:
-    """The content of the file. stored: the model, or its difference from ``reference``, by name. best: it was the
-    best so far."""
+    """The content of the file."""
 
+    # The model, or its difference from ``reference``, by name.
     stored: Tensors
     own: Tensors
     feedback: Tensors
@@ -84,6 +84,7 @@ class Saved:
     model: bool
     reference: str | None
     progress: Mapping[str, Any]
+    # Whether it was the best so far.
     best: bool = False
 
 

@@ -49,30 +49,32 @@ class Column(Record):
 
 
 class Preparation(Record):
-    """Description of a preparation.
-
-    dtype, shape: of one raw sample; axes in ``free`` may be shorter. rate: samples per second along the time axis.
-    step: seconds between two windows of a recording. steps: the graph's operations, for people. axes: letters of the
-    raw axes, such as HWC. columns: of a table, in the order of a raw row. channels: a recording's columns, in the order
-    of the raw axis ``channel``. mean, deviation: of the publisher's raw training samples, by column or channel, so that
-    devices can detect other units. own: use each device's own statistics, which never leave it. missing: NaN is a
-    missing number, replaced by the mean.
-    """
+    """Description of a preparation."""
 
     reader: Reader = "arrays"
+    # Shape of one raw sample; axes in ``free`` may be shorter.
     dtype: RawType = "float32"
     shape: tuple[Size, ...] = Field(max_length=7)
     free: tuple[Annotated[int, Field(ge=0, le=6)], ...] = Field(default=(), max_length=7)
+    # Samples per second along the time axis.
     rate: float | None = Field(default=None, gt=0, le=1e6)
+    # Seconds between two windows of a recording.
     step: float | None = Field(default=None, gt=0, le=86_400)
+    # The graph's operations, for people.
     steps: tuple[Name, ...] = Field(default=(), max_length=32)
+    # Letters of the raw axes, such as HWC.
     axes: str = Field(default="", max_length=7, pattern=r"^[A-Z]*$")
+    # Columns of a table, in the order of a raw row.
     columns: tuple[Column, ...] = Field(default=(), max_length=MOST_COLUMNS)
+    # A recording's columns, in the order of the raw axis ``channel``.
     channels: tuple[Name, ...] = Field(default=(), max_length=MOST_COLUMNS)
+    # Statistics of the publisher's raw training samples, by column or channel, so that devices can detect other units.
     mean: tuple[float, ...] = Field(default=(), max_length=MOST_COLUMNS)
     deviation: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), max_length=MOST_COLUMNS)
     channel: int = Field(default=0, ge=0, le=6)
+    # Use each device's own statistics, which never leave it.
     own: bool = False
+    # NaN is a missing number, replaced by the mean.
     missing: bool = False
 
     @model_validator(mode="after")
@@ -95,20 +97,21 @@ class Preparation(Record):
 
 
 class Targets(Record):
-    """The meaning of a model's outputs.
-
-    column: of labels. names: of the classes, in the order of the outputs. spare: further outputs, for classes that only
-    some devices have. mean, deviation: of a regression's published targets, which scale its loss. ignored: a label that
-    the loss leaves out. numbered: labels may also be output numbers.
-    """
+    """The meaning of a model's outputs."""
 
     kind: Literal["classes", "numbers"] = "classes"
+    # Column of labels.
     column: Name | None = None
+    # Names of the classes, in the order of the outputs.
     names: tuple[Name, ...] = Field(default=(), max_length=MOST_CLASSES)
+    # Further outputs, for classes that only some devices have.
     spare: int = Field(default=0, ge=0, le=1_000)
+    # Statistics of a regression's published targets, which scale its loss.
     mean: float = 0.0
     deviation: float = Field(default=1.0, gt=0)
+    # A label that the loss leaves out.
     ignored: int | None = None
+    # Labels may also be output numbers.
     numbered: bool = False
 
     @model_validator(mode="after")

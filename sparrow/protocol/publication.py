@@ -21,16 +21,18 @@ from .signatures import BadPublication, Publication
 
 
 class Terms(Record):
-    """The content of a publication. edition: version number of the model under this name. manifest, graphs, weights:
-    SHA-256 of the published files. settings: the allowed ranges."""
+    """The content of a publication."""
 
     version: Literal[1] = 1
     federation: FederationName
+    # Version number of the model under this name.
     edition: int = Field(default=1, ge=1, le=2**31)
     task: Name
+    # SHA-256 of the published files.
     manifest: Digest
     graphs: dict[GraphName, Digest] = Field(default={})
     weights: dict[Name, Digest] = Field(default_factory=dict, max_length=100_000)
+    # The allowed ranges.
     settings: dict[str, Range] = Field(default_factory=dict, max_length=200)
 
     @classmethod

@@ -24,11 +24,13 @@ class BadPublication(ProtocolError):
 
 
 class Publication(BaseModel):
-    """Signed terms. statement: their JSON, the signed text. publisher: the Ed25519 public key, hexadecimal."""
+    """Signed terms."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+    # JSON of the terms, the signed text.
     statement: str = Field(max_length=MAX_STATEMENT)
+    # The Ed25519 public key, hexadecimal.
     publisher: Digest
     signature: str = Field(pattern=r"^[0-9a-f]{128}$")
 
@@ -44,11 +46,12 @@ class Publication(BaseModel):
 
 
 class Published(BaseModel):
-    """``GET /v1/federations/{name}/publication``. manifest: the published one, if the federation's differs."""
+    """``GET /v1/federations/{name}/publication``."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     publication: Publication
+    # The published one, if the federation's differs.
     manifest: str | None = None
 
 

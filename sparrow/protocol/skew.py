@@ -32,9 +32,11 @@ FEWEST_DEVICES = 2
 
 
 class LabelSketch(Record):
-    """A device's report on its labels. sketch: r_k; samples: n_k."""
+    """A device's report on its labels."""
 
+    # R_k.
     sketch: tuple[Annotated[float, Field(ge=-1, le=1)], ...] = Field(min_length=VECTORS, max_length=VECTORS)
+    # N_k.
     samples: int = Field(ge=2, le=2**40)
 
     @classmethod

@@ -85,11 +85,12 @@ def _uses(source: str, entries: Mapping[str, Array], labelled: bool) -> list[str
 
 @dataclass(frozen=True)
 class _File:
-    """The entries of one use. bare: an npy file, whose array has no name."""
+    """The entries of one use."""
 
     source: str
     entries: Mapping[str, Array]
     use: str
+    # An npy file, whose array has no name.
     bare: bool = False
 
     def key(self, name: str) -> str:

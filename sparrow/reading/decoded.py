@@ -17,18 +17,19 @@ from .errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Decoded(Sequence[NDArray[Any]]):
-    """Samples that are decoded when they are taken.
+    """Samples that are decoded when they are taken."""
 
-    places: the argument of ``decode`` for each sample; its text names the file. decode: returns one sample,
-    C-contiguous; raises DataError. dtype: of all samples. shape: largest length of each axis. free: axes of varying
-    length. digest: SHA-256 over names, sizes and time stamps of the files, and the options that change samples.
-    """
-
+    # The argument of ``decode`` for each sample; its text names the file.
     places: tuple[Any, ...]
+    # Returns one sample, C-contiguous; raises DataError.
     decode: Callable[[Any], NDArray[Any]]
+    # Dtype of all samples.
     dtype: str
+    # Largest length of each axis.
     shape: tuple[int, ...]
+    # Axes of varying length.
     free: tuple[int, ...]
+    # SHA-256 over names, sizes and time stamps of the files, and the options that change samples.
     digest: str
 
     def __len__(self) -> int:

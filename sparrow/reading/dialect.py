@@ -68,11 +68,7 @@ class Block:
 
 @dataclass(frozen=True)
 class TextTable:
-    """A text file with a header, read in blocks as often as needed.
-
-    unit: the word for a row's position in messages. before: lines above the header, such as Excel's ``sep=;``. said:
-    remarks on an unusual dialect.
-    """
+    """A text file with a header, read in blocks as often as needed."""
 
     path: Path
     source: str
@@ -81,8 +77,11 @@ class TextTable:
     decimal: str
     skip: int
     names: tuple[str, ...]
+    # Remarks on an unusual dialect.
     said: tuple[str, ...]
+    # Lines above the header, such as Excel's ``sep=;``.
     before: int = 0
+    # The word for a row's position in messages.
     unit: str = field(default="line", init=False)
 
     def blocks(self, used: Set[int], texts: Set[int] = frozenset(), times: Set[int] = frozenset()) -> Iterator[Block]:

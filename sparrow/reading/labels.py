@@ -32,16 +32,15 @@ Cell = tuple[int, str]
 
 @dataclass
 class Labels:
-    """Labels of all samples.
-
-    named, values: as names and as numbers (NaN: not a number); each stops growing once labels cannot be of that kind.
-    text: the first label that is neither a number nor missing. decimals: whether a number is written as a float.
-    """
+    """Labels of all samples."""
 
     decimal: str = "."
+    # As names and as numbers (NaN: not a number); each stops growing once labels cannot be of that kind.
     named: Names = field(default_factory=Names)
     values: list[NDArray[np.float64]] = field(default_factory=list)
+    # The first label that is neither a number nor missing.
     text: Cell | None = None
+    # Whether a number is written as a float.
     decimals: bool = False
     stripped: str | None = None
     count: int = 0
@@ -88,16 +87,16 @@ class Decided:
 
 @dataclass(frozen=True)
 class Question:
-    """The kind of labels wanted, and their position in messages.
-
-    at: a sample's position in words. declared: classes that the file declares. drop: leave out samples without a label.
-    """
+    """The kind of labels wanted, and their position in messages."""
 
     source: str
+    # A sample's position in words.
     at: Callable[[int], str]
     target: Literal["class", "number"] | None = None
     targets: Targets | None = None
+    # Classes that the file declares.
     declared: tuple[str, ...] = ()
+    # Leave out samples without a label.
     drop: bool = False
 
     def wanted(self) -> Kind | None:

@@ -61,15 +61,17 @@ def medium_of(path: Path) -> Medium | None:
 
 @dataclass(frozen=True)
 class Listing:
-    """Files in order. labels, kind, people, label: as in ``Raw``; spans: as in ``read_sounds``."""
+    """Files in order."""
 
     source: str
     medium: Medium
     paths: tuple[Path, ...]
+    # As in ``Raw``.
     labels: NDArray[Any] | None = None
     kind: Kind | None = None
     label: str | None = None
     people: NDArray[np.str_] | None = None
+    # Spans, as in ``read_sounds``.
     spans: tuple[Span, ...] | None = None
     said: tuple[str, ...] = ()
 

@@ -56,10 +56,8 @@ def number(text: str, decimal: str = ".") -> float | None:
 
 
 def numbers(cells: Sequence[str], decimal: str = ".") -> tuple[NDArray[np.float64], NDArray[np.bool_] | None]:
-    """Return the cells' numbers, NaN for others, and a mask of the texts among those (None without any).
-
-    A block of plain numbers is converted as a whole; otherwise each distinct text is converted once.
-    """
+    """Return the cells' numbers, NaN for others, and a mask of the texts among those (None without any)."""
+    # A block of plain numbers is converted as a whole; otherwise each distinct text is converted once.
     try:
         return _plain(cells, decimal), None
     except ValueError:

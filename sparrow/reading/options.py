@@ -35,23 +35,23 @@ MOST_SAMPLES = 10_000_000
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """The options above. Raises BadOption.
-
-    decimal, delimiter: the characters; a space matches any run of blanks. axes: N first. categories: columns of names
-    that look like numbers, or are many. window, step: seconds as float, samples as int.
-    """
+    """The options above. Raises BadOption."""
 
     label: str | None = None
     target: Literal["class", "number"] | None = None
     drop: tuple[str, ...] = ()
     missing: Literal["drop", "mean"] | None = None
+    # The characters; a space matches any run of blanks.
     decimal: Literal[".", ","] | None = None
     delimiter: str | None = None
     encoding: str | None = None
+    # N first.
     axes: str | None = None
     skip: int = 0
+    # Columns of names that look like numbers, or are many.
     categories: tuple[str, ...] = ()
     rate: float | None = None
+    # Seconds as float, samples as int.
     window: float | None = None
     step: float | None = None
     time: str | None = None

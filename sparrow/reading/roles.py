@@ -47,16 +47,16 @@ def find(name: str, names: Sequence[str]) -> int | None:
 
 @dataclass(frozen=True)
 class Roles:
-    """Positions of columns by role.
+    """Positions of columns by role."""
 
-    features: in the order of a raw row. categories: features that hold names. index: a column that must count the rows.
-    """
-
+    # Features in the order of a raw row.
     features: tuple[int, ...]
     label: int | None
     person: int | None
     run: int | None
+    # A column that must count the rows.
     index: int | None
+    # Features that hold names.
     categories: frozenset[int]
     said: tuple[str, ...]
 

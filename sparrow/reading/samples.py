@@ -18,26 +18,30 @@ Kind = Literal["classes", "numbers"]
 
 @dataclass(frozen=True)
 class Raw:
-    """Samples of one use.
+    """Samples of one use."""
 
-    source: their name in messages. inputs: [N, *shape], C-contiguous, of a raw type in native byte order; rows of a
-    table are float32 [N, columns]; files are ``Decoded``. labels: class names (str) or float32 numbers, [N]; None, as
-    ``kind`` is, if unlabelled. label: the file's name of the label column. axes: letters of one sample's axes, such as
-    HWC; "" for rows. people: who made each sample, str [N]. runs: its unbroken recording, int [N]. classes: those that
-    the file declares, in order. said: remarks for the user. reader, rate, step, channels: as in ``Preparation``.
-    """
-
+    # Name of the samples in messages.
     source: str
+    # [N, *shape], C-contiguous, of a raw type in native byte order; rows of a table are float32 [N, columns]; files
+    # are ``Decoded``.
     inputs: NDArray[Any] | Decoded
+    # Class names (str) or float32 numbers, [N]; None, as ``kind`` is, if unlabelled.
     labels: NDArray[Any] | None
     kind: Kind | None
     columns: tuple[Column, ...] = ()
+    # The file's name of the label column.
     label: str | None = None
+    # Letters of one sample's axes, such as HWC; "" for rows.
     axes: str = ""
+    # Who made each sample, str [N].
     people: NDArray[np.str_] | None = None
+    # Its unbroken recording, int [N].
     runs: NDArray[np.int64] | None = None
+    # Classes that the file declares, in order.
     classes: tuple[str, ...] = ()
+    # Remarks for the user.
     said: tuple[str, ...] = ()
+    # As in ``Preparation``.
     reader: Reader = "arrays"
     rate: float | None = None
     step: float | None = None

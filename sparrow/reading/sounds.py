@@ -83,9 +83,10 @@ class Hear:
 
 @dataclass(frozen=True)
 class _Sound:
-    """A decoded file. frames: at its own rate."""
+    """A decoded file."""
 
     rate: float
+    # Frames at its own rate.
     frames: int
     channels: int
     silent: bool
@@ -93,12 +94,14 @@ class _Sound:
 
 @dataclass(frozen=True)
 class Sounds:
-    """Samples of files. positions: each sample's file. runs: each window's recording."""
+    """Samples of files."""
 
     samples: Decoded
+    # Each sample's file.
     positions: NDArray[np.intp]
     rate: float
     step: float | None
+    # Each window's recording.
     runs: NDArray[np.int64] | None
     said: tuple[str, ...]
 

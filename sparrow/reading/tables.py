@@ -29,10 +29,12 @@ Table = TextTable | ParquetTable
 
 @dataclass(frozen=True)
 class Rows:
-    """A table's rows as samples. kept: mask of the file's rows, None for all. lines: of all rows."""
+    """A table's rows as samples."""
 
     raw: Raw
+    # Mask of the file's rows, None for all.
     kept: NDArray[np.bool_] | None
+    # Lines of all rows.
     lines: NDArray[np.int64]
 
 

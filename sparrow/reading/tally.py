@@ -24,20 +24,21 @@ class Cell(NamedTuple):
 
 @dataclass
 class Tally:
-    """Counts of a column's cells so far, and the first of each kind.
-
-    numbers: converted cells. alike: numbers with another decimal sign or with separators. texts: other cells that are
-    not missing. beyond: the first that is infinite or too large for float32. head: the kind of the first row.
-    """
+    """Counts of a column's cells so far, and the first of each kind."""
 
     decimal: str
+    # Converted cells.
     numbers: int = 0
+    # Numbers with another decimal sign or with separators.
     alike: int = 0
+    # Other cells that are not missing.
     texts: int = 0
     missing: int = 0
     first_text: Cell | None = None
     first_missing: Cell | None = None
+    # The first that is infinite or too large for float32.
     beyond: Cell | None = None
+    # The kind of the first row.
     head: Literal["number", "text", "nothing"] | None = None
 
     def add(self, cells: Cells, lines: NDArray[np.int64]) -> NDArray[np.float64]:

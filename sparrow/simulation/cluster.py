@@ -173,10 +173,8 @@ def _connect(address: str, workers: int | None) -> Any:
 
 
 def _cores(ray: Any) -> list[str]:
-    """Return the node of each core, alternating between nodes.
-
-    Nodes are sorted by address, so that a slice finds its state on the same node the next time.
-    """
+    """Return the node of each core, alternating between nodes."""
+    # Nodes are sorted by address, so that a slice finds its state on the same node the next time.
     slots = [
         (slot, node["NodeManagerAddress"], node["NodeID"])
         for node in ray.nodes()

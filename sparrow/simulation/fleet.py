@@ -54,16 +54,14 @@ MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Access:
-    """Access to a coordinator.
+    """Access to a coordinator."""
 
-    enrolment_token, observer_token: by default SPARROW_ENROLMENT_TOKEN and SPARROW_OBSERVER_TOKEN; the latter is for
-    listing open work. patience_seconds: how long calls retry if the coordinator does not answer; None for no limit.
-    trust: certificates for https.
-    """
-
+    # By default SPARROW_ENROLMENT_TOKEN and SPARROW_OBSERVER_TOKEN; the latter is for listing open work.
     enrolment_token: str | None = None
     observer_token: str | None = None
+    # How long calls retry if the coordinator does not answer; None for no limit.
     patience_seconds: float | None = None
+    # Certificates for https.
     trust: tls.Tls | None = None
 
 

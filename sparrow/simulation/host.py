@@ -43,26 +43,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """The devices of a fleet. Device i has the name ``<prefix>-i``.
-
-    devices: number that train. new: number of additional devices that only adapt the finished model. data: the
-    devices' ``--data``: a template with ``{index}``, ``{of}`` or ``{name}``, or one to which ``,index=i,of=N`` is
-    appended, or a tuple of one text per device. budgets: assigned in equal parts, in order; empty for the largest that
-    each board can afford. boards: assigned likewise; their estimated seconds and joules are reported, without boards
-    those of this machine. make_task: (index, federation) -> Task, instead of ``data``. indices: devices of this fleet,
-    if others simulate the rest.
-    """
+    """The devices of a fleet. Device i has the name ``<prefix>-i``."""
 
     federation: str
+    # Number that train.
     devices: int
+    # Number of additional devices that only adapt the finished model.
     new: int = 0
+    # The devices' ``--data``: a template with ``{index}``, ``{of}`` or ``{name}``, or one to which ``,index=i,of=N``
+    # is appended, or a tuple of one text per device.
     data: str | tuple[str, ...] | None = None
+    # Assigned in equal parts, in order; empty for the largest that each board can afford.
     budgets: tuple[float, ...] = (1.0,)
+    # Assigned likewise; their estimated seconds and joules are reported, without boards those of this machine.
     boards: tuple[Board, ...] = ()
     prefix: str = "device"
     compute: Compute = USUAL
     local_noise: LocalNoise | None = None
+    # (index, federation) -> Task, instead of ``data``.
     make_task: Callable[[int, FederationInfo], Task] | None = None
+    # Devices of this fleet, if others simulate the rest.
     indices: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -122,12 +122,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Stepped:
-    """The outcome of one step of a device. seconds: total duration. failed: reason if its work failed."""
+    """The outcome of one step of a device."""
 
     index: int
     outcome: Outcome
     kind: Kind | None
+    # Total duration.
     seconds: float
+    # Reason if its work failed.
     failed: str | None = None
 
 

@@ -86,7 +86,7 @@ def _trusting(source: str, file: str | None, folder: str | None) -> ssl.SSLConte
     try:
         return ssl.create_default_context(cafile=file, capath=folder)
     except (ssl.SSLError, OSError) as error:
-        raise BadCertificate(f"{source} holds no certificates in PEM format ({_reason(error)})") from None
+        raise BadCertificate(f"{source} has no certificates in PEM format ({_reason(error)})") from None
 
 
 def _check_key_log() -> None:

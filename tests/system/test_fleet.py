@@ -258,7 +258,7 @@ def test_ctrl_c_ends_all_and_the_same_command_goes_on(coordinator, command, undi
     coordinator.create(NAME, **SETTINGS)
     more = ("--processes", "2", "--engine", engine, "--state-dir", "state")
     first = command(coordinator.url, *more, name="first")
-    coordinator.wait_for_log(r"round 1 closes")
+    coordinator.wait_for_log(r"round 1 closed")
     family = psutil.Process(first.pid).children(recursive=True)
     assert len(family) == processes
     for each in [psutil.Process(first.pid), *family]:  # as a terminal does

@@ -655,7 +655,7 @@ def test_work_that_cannot_be_used_is_handed_back(lab):
     """With the reason, so that nobody waits for it."""
     since = lab.coordinator.log_size()
     fault = wrong(lab.server, damaged, "GET", f"{ASKING}|{PAYLOAD}")
-    lab.coordinator.wait_for_log("hands back train: a download never matched its digest", since=since)
+    lab.coordinator.wait_for_log("returned train: a download never matched its digest", since=since)
     go_on(lab, fault)
 
 

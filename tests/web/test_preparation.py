@@ -183,7 +183,7 @@ def test_a_model_that_is_too_large_is_refused_by_both(modules, what):
     with pytest.raises(ValueError, match=r"publish a (smaller )?model"):
         Manifest.model_validate_json(json.dumps(said))
     found = modules(READ, module="manifest.js", argument=json.dumps(said))
-    assert found.startswith("ProtocolError: the model is too large")
+    assert found.startswith("ProtocolError: the manifest describes a model that is too large")
 
 
 @pytest.mark.parametrize("case", HOSTILE)

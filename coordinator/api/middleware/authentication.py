@@ -40,15 +40,14 @@ IDENTIFY_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Identity:
-    """The caller of a request.
-
-    failure: why its token is not valid. guarded: the kinds of tokens that are set. own_host: whether the call was made
-    under a name of this coordinator (``calls.hosts``).
-    """
+    """The caller of a request."""
 
     caller: Caller | Holder | None = None
+    # Why its token is not valid.
     failure: NotAuthenticated | None = None
+    # The kinds of tokens that are set.
     guarded: frozenset[Kind] = field(default_factory=frozenset)
+    # Whether the call was made under a name of this coordinator (``calls.hosts``).
     own_host: bool = True
 
 

@@ -181,7 +181,7 @@ function checkBytes({ tensors, groups, input_shape, output_shape, preparation })
   const raw = isShape(preparation?.shape) ? product(preparation.shape) * Number(/\d*$/.exec(preparation.dtype)[0]) / 8 : 0;
   const tooLarge = sum(tensors.map(bytes)) > MAX_MODEL_BYTES || sum(groups.map(({ size }) => size)) > MAX_NEURONS
     || Math.max(product(input_shape) * 8, product(output_shape) * 8, raw) > MAX_SAMPLE_BYTES;
-  if (tooLarge) throw new ProtocolError("the model is too large for a page; publish a smaller model");
+  if (tooLarge) throw new ProtocolError("the manifest describes a model that is too large for a page; publish a smaller model");
 }
 
 /** Return whether the graph of a preparation is described, and each output has a name. */

@@ -25,25 +25,24 @@ from ..watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Device:
-    """A device of a session. make_task: returns the task for a federation and its manifest."""
+    """A device of a session."""
 
     transport: Transport
     folder: StateFolder
     federation: str
     name: str
+    # Returns the task for a federation and its manifest.
     make_task: Callable[[FederationInfo, Manifest], Task]
 
 
 @dataclass(frozen=True)
 class Known:
-    """The facts of a federation that a device needs to enrol; a fleet fetches them once.
-
-    preparation: its graph, if any.
-    """
+    """The facts of a federation that a device needs to enrol; a fleet fetches them once."""
 
     info: FederationInfo
     manifest: Manifest
     trust: Trust
+    # Its graph, if any.
     preparation: bytes | None = None
 
     @classmethod
@@ -73,29 +72,33 @@ class Known:
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """Options of a session.
+    """Options of a session."""
 
-    budget: for a device that does not choose its own. engine: a choice (``choose_engine``), or an engine that devices
-    share in turn. prepare: called before the device enrols with task, manifest, federation and the constructor of
-    rehearsals; returns the prepared task and budget. telemetry: made from the transport's counters. profile: default:
-    this machine's. progress: called with (assignment, steps done, steps in all, loss) during training. watchdog:
-    enforces the policy. local_noise: added to updates. memory_limit: bytes for this process; None: all available
-    memory. known: facts of the federation, otherwise fetched. announce: report at the start that an enrolled device is
-    available. hosted: the device is one of many that a process runs in turn, and sends no heartbeats.
-    """
-
+    # Budget for a device that does not choose its own.
     budget: float = 1.0
+    # A choice (``choose_engine``), or an engine that devices share in turn.
     engine: EngineChoice | Engine = "auto"
+    # Called before the device enrols with task, manifest, federation and the constructor of rehearsals; returns the
+    # prepared task and budget.
     prepare: Prepare | None = None
+    # Made from the transport's counters.
     telemetry: Callable[[Traffic], Meter] = lambda traffic: Meter(EnergyMeter(), traffic)
+    # Default: this machine's.
     profile: DeviceProfile | None = None
+    # Called with (assignment, steps done, steps in all, loss) during training.
     progress: Callable[[Assignment, int, int, float], None] = lambda assignment, done, total, loss: None
+    # Enforces the policy.
     watchdog: Watchdog | None = None
     demands: Demands = field(default_factory=Demands)
+    # Added to updates.
     local_noise: LocalNoise | None = None
+    # Bytes for this process; None: all available memory.
     memory_limit: int | None = None
+    # Facts of the federation, otherwise fetched.
     known: Known | None = None
+    # Report at the start that an enrolled device is available.
     announce: bool = True
+    # The device is one of many that a process runs in turn, and sends no heartbeats.
     hosted: bool = False
 
 

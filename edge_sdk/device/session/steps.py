@@ -74,16 +74,15 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """The result of a step.
-
-    pause_seconds: requested rest of an idle device. paused: the policy's reason for being idle. failed: why the work
-    failed.
-    """
+    """The result of a step."""
 
     outcome: Outcome
     assignment: Assignment | None = None
+    # Requested rest of an idle device.
     pause_seconds: float = 0.0
+    # The policy's reason for being idle.
     paused: PauseReason | None = None
+    # Why the work failed.
     failed: str | None = None
 
 

@@ -103,11 +103,9 @@ def _split_own(parts: Mapping[str, Raw], seed: int) -> dict[str, Raw]:
 
 
 def _split_recordings(every: Raw, seed: int) -> Split | None:
-    """Return a split of recordings by class, so that each part has every class with at least three recordings.
-
-    Of n recordings of a class 0.3 n are for tests and 0.15 of the others for validation, at least one each. Smaller
-    classes are only trained on. None if all classes are smaller, or labels are not classes.
-    """
+    """Return a split of recordings by class, so that each part has every class with at least three recordings."""
+    # Of n recordings of a class 0.3 n are for tests and 0.15 of the others for validation, at least one each. Smaller
+    # classes are only trained on. None if all classes are smaller, or labels are not classes.
     if every.runs is None or every.kind != "classes":
         return None
     labels = labels_of(every)

@@ -21,16 +21,16 @@ NAMED = 12
 
 @dataclass(frozen=True)
 class Publishing:
-    """A publisher's options for its file.
+    """A publisher's options for its file."""
 
-    classes: names in the order of the outputs; (): those of the file. spare: outputs for names that only some devices
-    know. own: each device standardises by its own statistics. size: side of the square that pictures are resized to;
-    None: their own size if it is common and at most ``LARGEST_OWN``, otherwise ``USUAL``.
-    """
-
+    # Names in the order of the outputs; (): those of the file.
     classes: tuple[str, ...] = ()
+    # Outputs for names that only some devices know.
     spare: int = 0
+    # Each device standardises by its own statistics.
     own: bool = False
+    # Side of the square that pictures are resized to; None: their own size if it is common and at most
+    # ``LARGEST_OWN``, otherwise ``USUAL``.
     size: int | None = None
 
 

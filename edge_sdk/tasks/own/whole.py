@@ -96,10 +96,12 @@ def _of_person(dataset: Dataset, dealing: Dealing, person: str, path: str) -> De
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """All samples of a file, read once in a process. raw: all parts joined. people: index into ``names`` per sample."""
+    """All samples of a file, read once in a process."""
 
     path: str
+    # All parts joined.
     raw: Raw
+    # Index into ``names`` per sample.
     people: Array | None
     names: tuple[str, ...]
 

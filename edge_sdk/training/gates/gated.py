@@ -38,13 +38,11 @@ Gates = NDArray[np.floating]
 
 @dataclass(frozen=True)
 class Budget:
-    """A device's limits: every batch may use ``share`` of the sum of ``costs`` [L], or of values.
-
-    limit: share of the values that all batches of a round may use together; the first batch is free.
-    """
+    """A device's limits: every batch may use ``share`` of the sum of ``costs`` [L], or of values."""
 
     share: float
     costs: Costs | None = None
+    # Share of the values that all batches of a round may use together; the first batch is free.
     limit: float = 1.0
     rule: Rule | None = None
     importance: Importance = "per_block"

@@ -131,16 +131,17 @@ def operator_of(module: object) -> Operator | None:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A layer's θ' in one batch.
-
-    weight: the rows of ``cut``; of_columns: its predicted ``columns``. bias: of the rows; fixed: of the other rows.
-    """
+    """A layer's θ' in one batch."""
 
     cut: Cut
+    # The rows of ``cut``.
     weight: torch.Tensor
     columns: Channels | None
+    # Predicted columns of the layer.
     of_columns: torch.Tensor | None
+    # Bias of the rows.
     bias: torch.Tensor | None
+    # Fixed of the other rows.
     fixed: torch.Tensor | None
 
     def computed(self, columns: Channels) -> torch.Tensor:
@@ -193,18 +194,17 @@ _NONE: Index = np.zeros(0, dtype=np.intp)
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer in one batch.
-
-    columns: computed channels of the input, None for all; seen: the input's constants in use; heard: those with
-    gradients per sample.
-    """
+    """A layer in one batch."""
 
     operator: Operator
     weight: BlockedTensor
     batch: Batch
     rows: Channels
+    # Computed channels of the input, None for all.
     columns: Channels | None
+    # The input's constants in use.
     seen: Index
+    # Layers with gradients per sample.
     heard: Index
 
     @cached_property
@@ -281,14 +281,13 @@ _WEIGHT = (False, True, False)
 
 @dataclass(frozen=True)
 class _OffRows:
-    """A layer's off rows, for the gradients of their gates.
-
-    fixed: their constant output, [rows], None for 0. inputs: computed channels of the layer's input.
-    """
+    """A layer's off rows, for the gradients of their gates."""
 
     layer: _Layer
     rows: Index
+    # Constant output of other rows, [rows], None for 0.
     fixed: torch.Tensor | None
+    # Computed channels of the layer's input.
     inputs: torch.Tensor
     constants: torch.Tensor | None
     shape: torch.Size

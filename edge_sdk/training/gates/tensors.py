@@ -94,16 +94,16 @@ class Channels:
 
 @dataclass(frozen=True)
 class Batch:
-    """The gates of one batch.
+    """The gates of one batch."""
 
-    gates: float [L], M', 0 for off blocks. selected: bool [L]. heard: number of first samples that estimate gradients
-    of gates of off rows; factor: scales them up to the batch.
-    """
-
+    # Float [L], M', 0 for off blocks.
     gates: torch.Tensor
     scales: NDArray[np.floating]
+    # Bool [L].
     selected: Flags
+    # Number of first samples that estimate gradients of gates of off rows.
     heard: int
+    # Scales them up to the batch.
     factor: float
 
 
@@ -113,14 +113,13 @@ _KEPT = 32
 
 # On a small network a call of torch takes longer than its work, so all blocks of a tensor are processed at once.
 class Segments(NamedTuple):
-    """Rows of a parameter, one per block that has a part of it.
+    """Rows of a parameter, one per block that has a part of it."""
 
-    sources: the row of each; rows: its place among the requested rows, None if no row is cut; blocks: the number of its
-    block in the model.
-    """
-
+    # The row of each.
     sources: Index
+    # Its place among the requested rows, None if no row is cut.
     rows: torch.Tensor | None
+    # The number of its block in the model.
     blocks: torch.Tensor
 
 

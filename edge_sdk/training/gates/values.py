@@ -24,11 +24,12 @@ Step = Callable[[torch.Tensor, Index], torch.Tensor]
 class Echo:
     """The path from constant channels back to their rows.
 
-    start(which): the constant output of off rows, with gradients to their gates. steps: the operations since.
+    start(which): the constant output of off rows, with gradients to their gates.
     """
 
     start: Callable[[Index], torch.Tensor]
     rows: int
+    # The operations since.
     steps: tuple[Step, ...] = ()
 
     def follow(self, heard: Flags) -> tuple[torch.Tensor, Index]:
@@ -57,16 +58,18 @@ def like(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 class Partial:
     """A value [N, ..., channels, ...] of which only some channels are computed, along ``axis``.
 
-    constants [others]: the values of the other channels, None for 0. live: constants that may depend on a gate or
-    weight; heard: those with a signal to the echo. echo: None if gates of off rows get no gradients.
+    constants [others]: the values of the other channels, None for 0.
     """
 
     computed: torch.Tensor
     channels: Channels
     axis: int
     constants: torch.Tensor | None
+    # Constants that may depend on a gate or weight.
     live: Flags
+    # Values with a signal to the echo.
     heard: Flags
+    # None if gates of off rows get no gradients.
     echo: Echo | None
 
     @property

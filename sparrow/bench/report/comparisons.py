@@ -22,17 +22,16 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Paired:
-    """Accuracy of one label minus another's, paired by device, in percentage points.
-
-    mean: over devices, then over seeds. interval: 95 %, Student's over the seeds' means, because devices of one seed
-    share a model; resampling three seeds would give too narrow an interval. With one seed: bootstrap over devices.
-    better, equal, worse: fractions of the pairs.
-    """
+    """Accuracy of one label minus another's, paired by device, in percentage points."""
 
     seeds: int
     pairs: int
+    # Over devices, then over seeds.
     mean: float
+    # 95 %, Student's over the seeds' means, because devices of one seed share a model; resampling three seeds would
+    # give too narrow an interval. With one seed: bootstrap over devices.
     interval: tuple[float, float]
+    # Fractions of the pairs.
     better: float
     equal: float
     worse: float

@@ -78,10 +78,8 @@ def device_rounds(trial: Recorded) -> int:
 
 
 def judged_flops(trial: Recorded) -> list[int]:
-    """Return the known FLOPs per sample of the evaluated models, for devices that trained.
-
-    Older rows have no such numbers; for methods with narrow personal networks they follow from the budget.
-    """
+    """Return the known FLOPs per sample of the evaluated models, for devices that trained."""
+    # Older rows have no such numbers; for methods with narrow personal networks they follow from the budget.
     if any(device.inference_flops is not None for device in participants(trial)):
         return [each.inference_flops for each in participants(trial) if each.inference_flops is not None]
     by_budget = _narrow_flops(trial.trial.method, trial.trial.task)
@@ -108,10 +106,8 @@ def finetune_flops(trial: Recorded) -> int | None:
 
 
 def counting(experiment: Experiment) -> Callable[[Accuracy], float]:
-    """Return the mean over devices for curves: weighted by test samples for the published test set, else unweighted.
-
-    On the published set, a global model's weighted mean is its accuracy on the whole set.
-    """
+    """Return the mean over devices for curves: weighted by test samples for the published test set, else unweighted."""
+    # On the published set, a global model's weighted mean is its accuracy on the whole set.
     return (lambda each: each.weighted) if experiment.tests_on_published else (lambda each: each.mean)
 
 

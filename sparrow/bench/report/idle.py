@@ -31,10 +31,8 @@ def _installed(method: str) -> DeviceMethod | None:
 
 
 def idle_in(trial: Recorded, among: Sequence[Recorded]) -> tuple[str, ...] | None:
-    """Return the names of a trial's counts that should be positive and are zero; None if unknown.
-
-    Older rows omit zeros: a missing count is zero if another older row of the same method has it.
-    """
+    """Return the names of a trial's counts that should be positive and are zero; None if unknown."""
+    # Older rows omit zeros: a missing count is zero if another older row of the same method has it.
     if trial.result.idle is not None:
         return trial.result.idle
     acts = acts_of(trial.trial.method)

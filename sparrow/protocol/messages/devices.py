@@ -33,14 +33,11 @@ class DeviceProfile(Request):
 
 
 class Enrol(Request):
-    """``POST /v1/federations/{name}/devices``.
-
-    enrolment_key: a secret that the device makes and stores before it enrols. If the answer is lost, enrolling again
-    with the key gives the same device a new token, and protects its name. The old token is valid until the new one is
-    used.
-    """
+    """``POST /v1/federations/{name}/devices``."""
 
     name: DeviceName
+    # A secret that the device makes and stores before it enrols. If the answer is lost, enrolling again with the key
+    # gives the same device a new token, and protects its name. The old token is valid until the new one is used.
     enrolment_key: str = Field(min_length=32, max_length=128)
     budget: Share = 1.0
     limited_by: BudgetLimit | None = None
@@ -90,19 +87,20 @@ class BudgetLimit(str, Enum):
 
 
 class Conditions(Request):
-    """The conditions of a device. available: False if it leaves for now."""
+    """The conditions of a device."""
 
+    # False if it leaves for now.
     available: bool = True
     reason: Why = ""
 
 
 class ChangeDevice(Request):
-    """``PATCH /v1/devices/{id}``: a device changes its budget or conditions, an admin revokes it. holds_model: False
-    if the state was lost, to get the whole model again."""
+    """``PATCH /v1/devices/{id}``: a device changes its budget or conditions, an admin revokes it."""
 
     budget: Share | None = None
     limited_by: BudgetLimit | None = None
     num_examples: int | None = Field(default=None, ge=1, le=2**40)
+    # False if the state was lost, to get the whole model again.
     holds_model: bool | None = None
     data_warnings: DataWarnings | None = None
     conditions: Conditions | None = None

@@ -48,10 +48,10 @@ class Choices(Answer):
 
 
 class CompareFederation(Request):
-    """``POST /v1/federations/{name}/comparison``: the settings that its publisher would ask for. model_digest: of the
-    manifest, unset for a built-in task."""
+    """``POST /v1/federations/{name}/comparison``: the settings that its publisher would ask for."""
 
     task: str = Field(max_length=200)
+    # Model digest of the manifest, unset for a built-in task.
     model_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     settings: FederationSettings = FederationSettings()
 

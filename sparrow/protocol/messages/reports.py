@@ -14,10 +14,11 @@ from ..skew import LabelSketch
 
 
 class Moved(Request):
-    """Bytes of HTTP bodies, including repetitions. frozen_down: the part of ``bytes_down`` for frozen values."""
+    """Bytes of HTTP bodies, including repetitions."""
 
     bytes_down: Total = 0
     bytes_up: Total = 0
+    # The part of ``bytes_down`` for frozen values.
     frozen_down: Total = 0
 
     def plus(self, down: int, up: int, frozen: int = 0) -> Moved:
@@ -28,9 +29,7 @@ class Moved(Request):
 
 
 class Phase(Request):
-    """The costs of one phase of a round. Bytes are of HTTP bodies, including repetitions. joules: None if ``quality``
-    is unavailable. source: the sensor or estimate. ``paused_seconds`` and ``throttled_seconds`` are parts of
-    ``seconds``."""
+    """The costs of one phase of a round. Bytes are of HTTP bodies, including repetitions."""
 
     seconds: Seconds = 0.0
     paused_seconds: Seconds = 0.0
@@ -38,8 +37,10 @@ class Phase(Request):
     celsius_peak: float | None = Field(default=None, ge=CELSIUS[0], le=CELSIUS[1])
     bytes_down: Count = 0
     bytes_up: Count = 0
+    # None if ``quality`` is unavailable.
     joules: Joules | None = None
     quality: Literal["measured", "derived", "estimated", "unavailable"] = "unavailable"
+    # The sensor or estimate. ``paused_seconds`` and ``throttled_seconds`` are parts of ``seconds``.
     source: str = Field(default="", max_length=300)
 
     @model_validator(mode="after")
@@ -57,11 +58,11 @@ class Telemetry(Request):
 
 
 class UploadCost(Request):
-    """Header ``Sparrow-Upload-Cost``: cost of the last upload, sent with the device's next call. everything: bodies of
-    all calls of this device so far."""
+    """Header ``Sparrow-Upload-Cost``: cost of the last upload, sent with the device's next call."""
 
     assignment_id: str = Field(max_length=64)
     upload: Phase
+    # Bodies of all calls of this device so far.
     everything: Moved = Moved()
 
 
@@ -100,20 +101,19 @@ class Evaluation(Request):
 
 
 class Receipt(Request):
-    """The update of every kind except train, without values.
+    """The update of every kind except train, without values."""
 
-    personal and global_model: on test data; for ``adapt``, the final personal model. validation: of the personal model,
-    or else the global one, on validation data, for tuning settings. evidence: for ``compare``.
-    """
-
+    # On test data; for ``adapt``, the final personal model.
     personal: Evaluation | None = None
     global_model: Evaluation | None = None
+    # Validation of the personal model, or else the global one, on validation data, for tuning settings.
     validation: Evaluation | None = None
     others: dict[Annotated[str, Field(max_length=64)], Evaluation] = Field(
         default_factory=dict, max_length=16, description="The method's other ways to predict, on test data"
     )
     finetune_flops: Flops = Field(default=0, description="FLOPs of training before the evaluation")
     inference_flops: Flops = Field(default=0, description="FLOPs of one sample in this model, without zero weights")
+    # Evidence for ``compare``.
     evidence: Evidence | None = Field(default=None, description="For compare: gains of the device's candidates")
     taken: Annotated[str, Field(max_length=32)] | None = Field(
         default=None, description="With personal_model=fleet, at the end: the candidate that the device has taken"

@@ -116,8 +116,9 @@ class OpenWork(Answer):
 
 
 class HandBack(Request):
-    """``DELETE /v1/assignments/{id}``. reason: as ``Why``; the SDK sends no sentences."""
+    """``DELETE /v1/assignments/{id}``."""
 
+    # A reason as ``Why``; the SDK sends no sentences.
     reason: Annotated[
         PauseReason | Annotated[str, Field(min_length=1, max_length=500)], Field(union_mode="left_to_right")
     ]

@@ -37,22 +37,25 @@ PADS, SHARES, SEEDS, COMMITMENT, STORY = "pads", "shares", "seeds", "commitment"
 class RoundSecrets:
     """A device's secret state of a round.
 
-    Secrets: of its pads' keys, of keys that seal shares, and of its self-mask. work: its peers and neighbours. present,
-    masked: the devices of its cell that hide its update, and the SHA-256 of the masked update. scale: SHA-256 of its
-    numbers' scale. story: of the signed lists. told: its answer with shares, repeated byte for byte.
+    Secrets: of its pads' keys, of keys that seal shares, and of its self-mask.
     """
 
     context: str
     pads_secret: bytes
     shares_secret: bytes
     seed: bytes
+    # Its peers and neighbours.
     work: SecureWork | None = None
     shared: Shares | None = None
     sealed: Mapping[str, str] = field(default_factory=dict)
+    # The devices of its cell that hide its update, and the SHA-256 of the masked update.
     present: Sequence[str] = ()
     masked: str = ""
+    # SHA-256 of its numbers' scale.
     scale: str = ""
+    # Story of the signed lists.
     story: str = ""
+    # Its answer with shares, repeated byte for byte.
     told: Unmask | None = None
 
     def to_json(self) -> str:

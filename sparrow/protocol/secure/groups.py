@@ -98,9 +98,10 @@ def neighbourhoods(names: tuple[str, ...], neighbours: int, seed: bytes) -> Mapp
 
 @dataclass(frozen=True)
 class Cell:
-    """Devices that train under one drawn mask and are summed together. ratio: None for the whole model."""
+    """Devices that train under one drawn mask and are summed together."""
 
     names: tuple[str, ...]
+    # None for the whole model.
     ratio: float | None
 
 

@@ -49,10 +49,11 @@ class Shares(_Said):
 
 
 class Statement(_Said):
-    """A device's signed account of its data when it masked its update. present: SHA-256 of the cell's devices with
-    shares, the cohort and the colluders. scale: of the cell's number scale and mask."""
+    """A device's signed account of its data when it masked its update."""
 
+    # SHA-256 of the cell's devices with shares, the cohort and the colluders.
     present: Key32
+    # Scale of the cell's number scale and mask.
     scale: Key32
     signature: Signature
 
@@ -88,30 +89,34 @@ class Peer(_Told):
 
 
 class SecureWork(_Told):
-    """The data of a round for one device.
+    """The data of a round for one device."""
 
-    context: of this round, ending with a digest (``secure.consistency``). neighbours: keepers of its shares; threshold
-    of these suffice. cell: devices with common pads; cells: of the whole round. bits, value_range, largest_weight: the
-    cell's scale (``numbers.Scale``); weight: the device's own. sealed: by sender, shares for this device. left: in
-    training the cell's devices that sent shares, in unmasking the round's devices that sent an update; gone: those that
-    sent shares but no update. cohort: all devices that sent keys, with their identity keys. statements: of devices
-    left; signatures: of those that agree.
-    """
-
+    # Context of this round, ending with a digest (``secure.consistency``).
     context: str = Field(max_length=200)
     colluders: int = Field(default=1, ge=0, le=1000)
     threshold: int = Field(default=0, ge=0, le=MOST_PEERS)
+    # Keepers of its shares; threshold of these suffice.
     neighbours: tuple[Name, ...] = Field(default=(), max_length=MOST_PEERS)
+    # Devices with common pads.
     cell: tuple[Name, ...] = Field(default=(), max_length=MOST_PEERS)
+    # Cells of the whole round.
     cells: tuple[tuple[Name, ...], ...] = Field(default=(), max_length=MOST_PEERS)
+    # All devices that sent keys, with their identity keys.
     cohort: dict[Name, Key32] = Field(default_factory=dict, max_length=MOST_PEERS)
+    # Statements of devices left.
     statements: dict[Name, Statement] = Field(default_factory=dict, max_length=MOST_PEERS)
+    # Signatures of those that agree.
     signatures: dict[Name, Signature] = Field(default_factory=dict, max_length=MOST_PEERS)
     peers: tuple[Peer, ...] = Field(default=(), max_length=MOST_PEERS)
+    # The cell's scale (``numbers.Scale``).
     bits: Literal[16, 32] = 16
     value_range: float = Field(default=1.0, gt=0, le=LARGEST_RANGE)
     largest_weight: float = Field(default=1.0, gt=0, le=2.0**40)
+    # The device's own.
     weight: float = Field(default=1.0, gt=0, le=2.0**40)
+    # Sealed by sender, shares for this device.
     sealed: dict[Name, Sealed] = Field(default_factory=dict, max_length=MOST_PEERS)
+    # Left in training the cell's devices that sent shares, in unmasking the round's devices that sent an update.
     left: tuple[Name, ...] = Field(default=(), max_length=MOST_PEERS)
+    # Devices that sent shares but no update.
     gone: tuple[Name, ...] = Field(default=(), max_length=MOST_PEERS)

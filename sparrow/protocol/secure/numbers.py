@@ -27,11 +27,15 @@ PART = 2**15
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale of a cell's numbers. bits: b; devices: n; value_range: R; largest_weight: W."""
+    """The scale of a cell's numbers."""
 
+    # B.
     bits: int
+    # N.
     devices: int
+    # R.
     value_range: float
+    # W.
     largest_weight: float
 
     @property

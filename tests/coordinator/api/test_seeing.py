@@ -118,9 +118,9 @@ def test_a_rounds_lines_name_federation_and_round_and_a_calls_lines_its_device(o
         )
         ask(client, bearer(two["token"]))
     said = [json.loads(line) for line in lines]
-    (opened,) = [line for line in said if "round 1 opens" in line["message"]]
+    (opened,) = [line for line in said if "round 1 opened" in line["message"]]
     assert (opened["federation"], opened["round"]) == ("default", 1)
-    (returned,) = [line for line in said if "hands back" in line["message"]]
+    (returned,) = [line for line in said if "returned train" in line["message"]]
     assert (returned["federation"], returned["round"], returned["device"]) == ("default", 1, one["device_id"])
     assert re.fullmatch("[0-9a-f]{16}", returned["request"])
 
@@ -152,7 +152,7 @@ def test_no_secret_is_ever_logged(open_app, train):
         enrol(client, "../", **bearer("door-secret-0123456"))
         client.patch(f"/v1/devices/{two['device_id']}", json={"revoked": True}, headers=bearer("key-secret-0123456"))
     text = "\n".join(lines)
-    assert "round 1 opens" in text
+    assert "round 1 opened" in text
     keys = [name.ljust(32, "k") for name in ("one", "two", "../")]
     for secret in (*TOKENS.values(), one["token"], two["token"], renewed, "wrong-secret", *keys):
         assert secret not in text

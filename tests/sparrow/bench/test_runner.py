@@ -142,7 +142,7 @@ def test_an_interrupted_run_goes_on_to_the_rows_of_one_that_was_not(undisturbed,
         )
     try:
         until = time.monotonic() + 60
-        while not any("round 1 closes" in path.read_text() for path in second_trial(tmp_path / "work")):
+        while not any("round 1 closed" in path.read_text() for path in second_trial(tmp_path / "work")):
             assert process.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < until, "the second trial has not come to its first round"
             time.sleep(0.005)
