@@ -141,7 +141,7 @@ class Row:
 class Profile:
     """The result of ``profile``."""
 
-    # Subject with the chosen engine and compute.
+    # The measured task with its engine and compute.
     subject: Subject
     # Samples per step.
     samples: int

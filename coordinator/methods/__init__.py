@@ -264,7 +264,7 @@ class CoordinatorMethod:
 
     # Devices with less are not drawn.
     smallest_budget: Callable[[FederationSettings], float] = whole_model
-    # Settings type of ``method_settings``.
+    # The type of ``method_settings``.
     settings_type: type[MethodSettings] = MethodSettings
     # The global model is useful without a personal part.
     usable_global_model: bool = True

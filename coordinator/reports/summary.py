@@ -44,7 +44,7 @@ class _Update:
     device: str
     report: UpdateReport
     upload: Phase
-    # Weight in samples.
+    # Number of samples.
     weight: int
 
     @property

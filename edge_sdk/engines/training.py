@@ -114,7 +114,7 @@ class LocalResult:
 
     # N_k.
     num_examples: int
-    # Seen in total.
+    # Number of samples seen, with repetitions.
     samples: int
     steps: int
     # Mean of the losses before each step, weighted by samples.

@@ -67,7 +67,7 @@ class Finished:
     root: Path
     # Model from which personal models are stored as differences.
     reference: Reference | None
-    # Sessions of ONNX Runtime's training step, None with PyTorch.
+    # ONNX Runtime's sessions of the training step, None with PyTorch.
     sessions: Sessions | None
 
 

@@ -48,7 +48,7 @@ class Choice:
     rounds: int
     # Validation accuracy by point, None if the mechanism was idle.
     scores: dict[str, float | None] = field(default_factory=dict)
-    # Points outside of the grid.
+    # Points outside the grid.
     beyond: list[Point] = field(default_factory=list)
 
     @property

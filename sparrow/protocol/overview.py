@@ -33,7 +33,7 @@ class RoundPoint(Answer):
     bytes_up: int
     bytes_down: int
     evaluation_bytes: int
-    # Whole bytes of whole float32 models both ways.
+    # Bytes of whole float32 models both ways.
     whole_bytes: int
     joules_measured: float
     joules_estimated: float

@@ -71,7 +71,7 @@ class Listing:
     kind: Kind | None = None
     label: str | None = None
     people: NDArray[np.str_] | None = None
-    # Spans, as in ``read_sounds``.
+    # Parts of each file, as in ``read_sounds``.
     spans: tuple[Span, ...] | None = None
     said: tuple[str, ...] = ()
 

@@ -103,7 +103,7 @@ class Batch:
     selected: Flags
     # Number of first samples that estimate gradients of gates of off rows.
     heard: int
-    # Scales them up to the batch.
+    # Factor from these samples to the batch.
     factor: float
 
 
@@ -115,7 +115,7 @@ _KEPT = 32
 class Segments(NamedTuple):
     """Rows of a parameter, one per block that has a part of it."""
 
-    # The row of each.
+    # Row of each value.
     sources: Index
     # Its place among the requested rows, None if no row is cut.
     rows: torch.Tensor | None

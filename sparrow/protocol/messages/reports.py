@@ -106,7 +106,7 @@ class Receipt(Request):
     # On test data; for ``adapt``, the final personal model.
     personal: Evaluation | None = None
     global_model: Evaluation | None = None
-    # Validation of the personal model, or else the global one, on validation data, for tuning settings.
+    # Evaluation of the personal model, or else the global one, on validation data, for tuning settings.
     validation: Evaluation | None = None
     others: dict[Annotated[str, Field(max_length=64)], Evaluation] = Field(
         default_factory=dict, max_length=16, description="The method's other ways to predict, on test data"

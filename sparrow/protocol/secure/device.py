@@ -53,7 +53,7 @@ class RoundSecrets:
     masked: str = ""
     # SHA-256 of its numbers' scale.
     scale: str = ""
-    # Story of the signed lists.
+    # The signed lists.
     story: str = ""
     # Its answer with shares, repeated byte for byte.
     told: Unmask | None = None

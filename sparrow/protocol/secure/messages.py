@@ -53,7 +53,7 @@ class Statement(_Said):
 
     # SHA-256 of the cell's devices with shares, the cohort and the colluders.
     present: Key32
-    # Scale of the cell's number scale and mask.
+    # SHA-256 of the cell's number scale and mask.
     scale: Key32
     signature: Signature
 
@@ -114,7 +114,7 @@ class SecureWork(_Told):
     largest_weight: float = Field(default=1.0, gt=0, le=2.0**40)
     # The device's own.
     weight: float = Field(default=1.0, gt=0, le=2.0**40)
-    # Sealed by sender, shares for this device.
+    # Shares for this device, by sender.
     sealed: dict[Name, Sealed] = Field(default_factory=dict, max_length=MOST_PEERS)
     # Left in training the cell's devices that sent shares, in unmasking the round's devices that sent an update.
     left: tuple[Name, ...] = Field(default=(), max_length=MOST_PEERS)
