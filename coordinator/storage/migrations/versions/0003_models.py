@@ -1,4 +1,4 @@
-"""Round, quality and pins of stored global models; devices' accuracy by training alone"""
+"""Round, quality and pins of stored global models; removed devices; makers of tokens"""
 
 import sqlalchemy as sa
 from alembic import op
@@ -23,6 +23,9 @@ def upgrade() -> None:
         models.add_column(sa.Column("pinned_until", sa.Float(), nullable=False, server_default="0"))
     with op.batch_alter_table("devices") as devices:
         devices.add_column(sa.Column("accuracy_alone", sa.Float(), nullable=True))
+        devices.add_column(sa.Column("removed", sa.Boolean(), nullable=False, server_default=sa.false()))
+    with op.batch_alter_table("tokens") as tokens:
+        tokens.add_column(sa.Column("made_by", sa.String(16), nullable=True))
     op.execute(f"UPDATE models SET round = ({_MAKER.format('rounds.number')})")
     op.execute(f"UPDATE models SET undone = coalesce(({_MAKER.format('rounds.undone')}), undone)")
     op.execute("UPDATE models SET round = 0 WHERE version = 0 AND round IS NULL")
