@@ -12,7 +12,9 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 # Tests run as many at a time as there are cores, and start processes of their own: threads of each for every core
@@ -67,18 +69,28 @@ def synced() -> None:
 @pytest.fixture(autouse=True)
 def _unsynced(request: pytest.FixtureRequest) -> Iterator[None]:
     """Keep SQLite from waiting for the disk after every commit."""
-    if "sqlalchemy" not in sys.modules or "synced" in request.fixturenames:
-        yield
-        return
+    if "sqlalchemy" in sys.modules:
+        _listen()
+    if "synced" in request.fixturenames:
+        SYNCS.set()
+    yield
+    SYNCS.clear()
+
+
+# Set while SQLite syncs as it is told to.
+SYNCS = threading.Event()
+
+
+@cache
+def _listen() -> None:
+    """Listen for as long as the process runs: a thread of an earlier test may connect at any moment."""
     from sqlalchemy import Engine, event
 
     def unsync(connection: Any) -> None:
-        if connection.dialect.name == "sqlite":
+        if connection.dialect.name == "sqlite" and not SYNCS.is_set():
             connection.connection.dbapi_connection.execute("PRAGMA synchronous=OFF")
 
     event.listen(Engine, "engine_connect", unsync)
-    yield
-    event.remove(Engine, "engine_connect", unsync)
 
 
 @pytest.fixture(autouse=True)
