@@ -3,7 +3,7 @@
 python -m benchmarks analyse fedspu-masks --data DIR    run every trial and analyse what its mechanism does
 python -m benchmarks report fedspu-cifar10              all tables and plots of the recorded trials
 python -m benchmarks queue --data DIR                   the committed list of long trials, at low priority
-python -m benchmarks small --data DIR --out DIR         small sets of samples, such as people bring
+python -m benchmarks small --data DIR --output DIR         small sets of samples, such as people bring
 python -m benchmarks claims                             measured figures of the hand-written pages, from committed rows
 """
 
@@ -61,7 +61,7 @@ def _report(options: argparse.Namespace) -> None:
     recorded = recorded_in(file, f"sparrow bench run {name}")
     run = "python -m benchmarks analyse" if any(each.analyses for each in recorded) else "sparrow bench run"
     command = f"{run} {name} --data DIR` and `python -m benchmarks report {name}"
-    _write(experiment, name, recorded, options.out or folder, command, folder, options.pictures)
+    _write(experiment, name, recorded, options.output or folder, command, folder, options.pictures)
 
 
 def _write(
@@ -96,7 +96,7 @@ def _queue(options: argparse.Namespace) -> None:
 def _small(options: argparse.Namespace) -> None:
     for name in {*options.name} - {*SETS}:
         raise WrongUsage(f"{name}: there is no such set{nearest(name, SETS)}; there are {', '.join(SETS)}")
-    for path in write_sets(Path(options.data), options.out, tuple(options.name)):
+    for path in write_sets(Path(options.data), options.output, tuple(options.name)):
         print(path)
 
 
@@ -129,7 +129,7 @@ def _options(parser: Parser) -> None:
     queued.add_argument("--list", action="store_true", help="print the pending trials without running them")
     small = commands.add_parser("small", help="make small data sets, like those of users, for experiments")
     small.add_argument("--data", default="", help="folder with the data of all experiments")
-    small.add_argument("--out", type=Path, default=Path("runs/small"), help="output folder (default: %(default)s)")
+    small.add_argument("--output", type=Path, default=Path("runs/small"), help="output folder (default: %(default)s)")
     small.add_argument("name", nargs="*", help=f"sets to make: {', '.join(SETS)} (default: all)")
     measured = commands.add_parser("claims", help="write the numbers on the pages of results from committed rows")
     measured.add_argument("--pictures", action="store_true", help="also draw their pictures")

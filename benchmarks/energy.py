@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the page; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.energy", description=__doc__.split("\n")[0])
     parser.add_argument("--results", type=Path, default=ROWS, help="folder of the rows (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="output file (default: the page of results)")
+    parser.add_argument("--output", type=Path, help="output file (default: the page of results)")
     options = parser.parse_args(arguments)
     recorded = [
         trial
@@ -178,11 +178,11 @@ def main(arguments: list[str] | None = None) -> int:
     if not recorded:
         raise SystemExit(f"{options.results} has no rows of {', '.join(EXPERIMENTS)}; run an experiment first")
     text = page(recorded, EXPERIMENTS)
-    if options.out:
-        options.out.write_text(text)
+    if options.output:
+        options.output.write_text(text)
     else:
         write_section("energy", "boards", text)
-    print(options.out or PAGES / "energy.md")
+    print(options.output or PAGES / "energy.md")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks small --data DIR --out DIR``: eight small sets of samples, such as people bring.
+"""``python -m benchmarks small --data DIR --output DIR``: eight small sets of samples, such as people bring.
 
 Each is an npz file for ``bench run auto --data FILE``, made of the data of experiments, or of a formula, with a fixed
 seed. What each device has is little: 48 to 400 samples. Three of them were not used while ``auto`` was designed.

@@ -39,7 +39,7 @@ logs and metrics.
 
 ## A federation's
 
-Give these when you create the federation: as options of `sparrow publish` (`--local-epochs 3`), as arguments of
+Give these when you create the federation: after the name in `sparrow publish NAME local_epochs=3`, as arguments of
 `publish(...)`, or as `settings` of `POST /v1/federations`. `PATCH /v1/federations/{name}` changes `rounds`, `cohort`,
 `deadline_seconds` and `silence_seconds` later.
 
@@ -117,8 +117,8 @@ METHODS = """
 ## One method's own
 
 Give these as `method_settings`, an object of these names: `{"proximal_weight": 0.1}`; on a command line as
-`--method-set proximal_weight=0.1`. Omitted settings get their defaults when the federation is created; unknown ones
-are refused. [methods.md](methods.md) describes them.
+`proximal_weight=0.1`, like all others. Omitted settings get their defaults when the federation is created;
+unknown ones are refused. [methods.md](methods.md) describes them.
 
 """
 

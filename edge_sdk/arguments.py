@@ -6,10 +6,14 @@ import argparse
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
+from sparrow.command_line.command import Parser, WrongUsage
+from sparrow.command_line.options import add_help_settings
 from sparrow.protocol.errors import ProtocolError
 from sparrow.protocol.fields import NAME_PATTERN
 from sparrow.protocol.ranges import Ranges, read_ranges
+from sparrow.protocol.settings import FederationSettings
 
 from .errors import BadArgument
 
@@ -54,6 +58,27 @@ def read_setting(text: str) -> tuple[str, str]:
 def add_pairs(parser: argparse._ActionsContainer, option: str, meaning: str) -> None:
     """Add a repeatable option that takes KEY=VALUE."""
     parser.add_argument(option, type=read_setting, action="append", default=[], metavar="KEY=VALUE", help=meaning)
+
+
+def add_settings(parser: Parser, more: str = "") -> None:
+    """Add the arguments KEY=VALUE, see ``settings_of``, and ``--help-settings``. more: end of the help text."""
+    meaning = f"settings of the federation or its method, such as rounds=50{more}"
+    parser.add_argument("settings", nargs="*", type=read_setting, metavar="KEY=VALUE", help=meaning)
+    parser.settings = FederationSettings.model_fields
+    add_help_settings(parser, FederationSettings, "all settings")
+
+
+def settings_of(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Return fields of ``FederationSettings``. Names of no field are the method's own. Raises WrongUsage."""
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        if name in found:
+            raise WrongUsage(f"{name} is given twice; give it once")
+        found[name] = value
+    fields = FederationSettings.model_fields.keys() - {"method_settings"}
+    common: dict[str, Any] = {name: value for name, value in found.items() if name in fields}
+    own = {name: value for name, value in found.items() if name not in fields}
+    return {**common, "method_settings": own} if own else common
 
 
 def add_federation(parser: argparse.ArgumentParser, *, optional: str | None = None) -> None:

@@ -78,7 +78,7 @@ class Refused(SdkError):
     failure = Failure("coordinator-fault")
 
     def __init__(self, status: int, detail: str) -> None:
-        super().__init__(f"{detail} (HTTP {status})")
+        super().__init__(detail)
         self.status = status
         self.detail = detail
 
@@ -154,6 +154,9 @@ class NoCoordinator(Refused):
     """The HTTP server at the address is not a coordinator."""
 
     exit_code = Exit.UNREACHABLE
+
+    def __str__(self) -> str:
+        return f"{self.detail} (HTTP {self.status})"
 
 
 class WrongSettings(BadArgument):

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from sparrow.command_line.command import Command, Parser
-from sparrow.command_line.options import add_help_settings, add_json
+from sparrow.command_line.options import add_json
 from sparrow.devices import memory
 from sparrow.graphs import Graphs
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
@@ -44,7 +44,7 @@ from .engines.rehearsal import OnnxRehearsal, Rehearse
 from .errors import BadArgument
 from .methods import UnknownWork, load_method
 from .methods.describing import describe_for
-from .publish import add_method_set, read_settings
+from .publish import read_settings
 from .publishing.preparation import prepare_to_publish
 from .tasks import Seeded, Task, is_module, load_task
 from .tasks.compute import USUAL, Compute
@@ -54,6 +54,7 @@ from .training.local import as_tensor
 
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
 STEPS = 20
+BATCH_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def _predictor(
             if predictor.budgets:
                 return predictor
     raise BadArgument(
-        f"--method {settings.method} cannot be profiled before its federation exists, because the coordinator "
+        f"method={settings.method} cannot be profiled before its federation exists, because the coordinator "
         f"completes its settings and prepares its model; sparrow join predicts its rounds"
     )
 
@@ -273,7 +274,7 @@ def table(found: Profile) -> str:
         if not found.whole_model:
             lines[-1] += " Try a smaller one."
         if found.samples > 1:
-            lines[-1] += " A smaller --batch-size needs less."
+            lines[-1] += " A smaller batch_size needs less."
     if found.whole_model:
         method = found.subject.settings.method
         lines.append(f"{method} trains the whole model at any budget; devices with too small a budget are not drawn.")
@@ -334,15 +335,7 @@ def _as_json(row: Row) -> dict[str, Any]:
 
 
 def _command(options: argparse.Namespace) -> None:
-    settings = read_settings(
-        {
-            **dict(options.set),
-            "method": options.method,
-            "batch_size": options.batch_size,
-            "method_settings": dict(options.method_set),
-        },
-        options=True,
-    )
+    settings = read_settings({"batch_size": BATCH_SIZE, **read.settings_of(options.settings)})
     engine, compute = choose_compute(options.engine, options.accelerator, options.threads, bfloat16=options.bfloat16)
     subject = Subject(options.task, settings, options.data, compute, engine)
     # Shown on a terminal only.
@@ -359,16 +352,15 @@ def _show(bar: tqdm[Any], doing: str) -> None:
 
 
 def _options(parser: Parser) -> None:
+    read.add_settings(parser, more=f"; batch_size is {BATCH_SIZE} unless given")
     parser.add_argument("--task", required=True, help="cifar10, mnist:leaf or any task of sparrow join")
     parser.add_argument("--data", help="this device's data, as for join (default: random inputs of the task's shape)")
-    parser.add_argument("--method", default="fedspu", help="federated method (default: %(default)s)")
     parser.add_argument(
         "--budget",
         type=read.budget,
         action="append",
         help=f"budget to profile; may be repeated (default: {', '.join(map(str, BUDGETS))})",
     )
-    parser.add_argument("--batch-size", type=int, default=16, help="samples per step (default: %(default)s)")
     parser.add_argument("--steps", type=read.count, default=STEPS, help="steps to measure (default: %(default)s)")
     parser.add_argument(
         "--memory-limit",
@@ -378,9 +370,6 @@ def _options(parser: Parser) -> None:
     )
     parser.add_argument("--threads", type=read.count, help="CPU threads (default: PyTorch's choice, or 1 with onnx)")
     add_compute(parser)
-    read.add_pairs(parser, "--set", "another setting, such as optimizer=adam; may be repeated")
-    add_method_set(parser)
-    add_help_settings(parser, FederationSettings, "all settings")
     add_json(parser, ": bytes, seconds, FLOPs")
 
 

@@ -29,7 +29,6 @@ from pydantic import ValidationError
 from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.command_line.faults import faults
 from sparrow.command_line.options import (
-    add_help_settings,
     add_json,
     add_server,
     add_skip_unreadable,
@@ -441,38 +440,21 @@ def load_to_publish(
     return load_task(task, data, device=device, seed=wanted.seed, batch_size=wanted.batch_size)
 
 
-def add_method_set(parser: argparse._ActionsContainer) -> None:
-    """Add the option ``--method-set``, for the setting ``method_settings``."""
-    meaning = "set one of the method's own settings, such as proximal_weight=0.1; may be repeated"
-    read.add_pairs(parser, "--method-set", meaning)
+def read_settings(given: Mapping[str, Any], known: Iterable[str] = ()) -> FederationSettings:
+    """Check and return the settings of a federation. Raises BadArgument, naming each wrong one.
 
-
-def read_settings(
-    given: Mapping[str, Any], prefix: str = "", *, options: bool = False, known: Iterable[str] = ()
-) -> FederationSettings:
-    """Check and return the settings of a federation. Raises BadArgument, naming each wrong one after ``prefix``.
-
-    options: spell names as options, with dashes. known: other names to suggest for a misspelt one.
+    known: other names to suggest for a misspelt one.
     """
-
-    def spelt(name: str) -> str:
-        return name.replace("_", "-") if options else name
-
     try:
         return FederationSettings.model_validate(dict(given))
     except ValidationError as error:
-        names = map(spelt, (*FederationSettings.model_fields, *known))
-        found = faults(error, names)
-        raise BadArgument(
-            "; ".join(f"{prefix}{spelt(name)}: {text}" if name else text for name, text in found)
-        ) from None
+        found = faults(error, (*FederationSettings.model_fields, *known))
+        raise BadArgument("; ".join(f"{name}: {text}" if name else text for name, text in found)) from None
 
 
 def _run(options: argparse.Namespace) -> None:
-    given = {name: getattr(options, name) for name in _fields()}
-    settings = {name: text for name, text in given.items() if text is not None}
-    settings["method_settings"] = dict(options.method_set)
-    read_settings(settings, "--", options=True)
+    settings = read.settings_of(options.settings)
+    read_settings(settings)
     name = options.task or (OWN if options.data else "digits")
     classes = tuple(each.strip() for each in (options.classes or "").split(",") if each.strip())
     standardises = options.standardise == "device"
@@ -530,15 +512,9 @@ def _statistics(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r}: give publisher, to publish your statistics, or device")
 
 
-def _fields() -> dict[str, str]:
-    """Return field of FederationSettings -> description and default. ``--method-set`` covers method_settings."""
-    fields = FederationSettings.model_fields.items()
-    return {name: f"{field.description} ({field.default})" for name, field in fields if name != "method_settings"}
-
-
 def _options(parser: Parser) -> None:
-    """Add the options, one for each field of FederationSettings; a brief help only names these."""
     add_federation(parser)
+    read.add_settings(parser)
     add_server(parser)
     parser.add_argument("--task", help="built-in or installed task (default: digits)")
     parser.add_argument(
@@ -582,14 +558,6 @@ def _options(parser: Parser) -> None:
     add_wait(parser, PATIENCE_SECONDS)
     add_json(parser)
     tls.add_options(parser)
-    fields = _fields()
-    names = ", ".join(f"--{field.replace('_', '-')}" for field in fields)
-    group = parser.add_argument_group("settings of the federation, each with a value", names if parser.brief else None)
-    add_help_settings(group, FederationSettings, "all settings")
-    for name, meaning in fields.items():
-        text = argparse.SUPPRESS if parser.brief else meaning
-        group.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=text)
-    add_method_set(group)
 
 
 COMMAND = Command(
@@ -597,7 +565,7 @@ COMMAND = Command(
     "Create a federation on a running coordinator.",
     _options,
     _run,
-    usage="FEDERATION [--server URL] [--task TASK] [settings]",
+    usage="FEDERATION [KEY=VALUE ...] [--server URL] [options]",
     epilog="Set SPARROW_ADMIN_TOKEN if the coordinator requires an admin token.",
 )
 main = COMMAND.main

@@ -29,7 +29,7 @@ if __name__ == "__main__":
             csv.writer(file).writerows(table)
     coordinator = subprocess.Popen([*SPARROW, "serve", "--port", "8765"], stdout=subprocess.DEVNULL)
     atexit.register(coordinator.terminate)
-    data = ["--data", "anna.csv,label=activity", "--min-devices", "3", "--rounds", "20"]
+    data = ["--data", "anna.csv,label=activity", "min_devices=3", "rounds=20"]
     subprocess.run([*SPARROW, "publish", "activity", *AT, *data], check=True)
     join = [*SPARROW, "join", *AT, "--federation", "activity", "--quiet", "--device-name"]
     each = [[*join, name, "--data", f"{name}.csv", "--export", f"{name}.onnx"] for name in PEOPLE]

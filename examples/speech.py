@@ -36,7 +36,7 @@ if __name__ == "__main__":
         write(name, pitch, rate, 10 if name == "week" else 20, np.random.default_rng(number))
     coordinator = subprocess.Popen([*SPARROW, "serve", "--port", "8765"], stdout=subprocess.DEVNULL)
     atexit.register(coordinator.terminate)
-    settings = ["--min-devices", "3", "--rounds", "6"]
+    settings = ["min_devices=3", "rounds=6"]
     subprocess.run([*SPARROW, "publish", "words", *AT, "--data", "anna", *settings], check=True)
     join = [*SPARROW, "join", *AT, "--federation", "words", "--quiet", "--device-name"]
     each = [[*join, name, "--data", name, "--export", f"{name}.onnx"] for name in SPEAKERS]

@@ -38,7 +38,7 @@ if __name__ == "__main__":
                 picture(kind, chance).save(Path(name) / kind / f"{place}.png")
     coordinator = subprocess.Popen([*SPARROW, "serve", "--port", "8765"], stdout=subprocess.DEVNULL)
     atexit.register(coordinator.terminate)
-    settings = ["--picture-size", "32", "--min-devices", "3", "--rounds", "10"]
+    settings = ["--picture-size", "32", "min_devices=3", "rounds=10"]
     subprocess.run([*SPARROW, "publish", "things", *AT, "--data", "hall", *settings], check=True)
     join = [*SPARROW, "join", *AT, "--federation", "things", "--quiet", "--device-name"]
     each = [[*join, name, "--data", name, "--export", f"{name}.onnx"] for name in CAMERAS]

@@ -23,9 +23,9 @@ SHELLS = ("bash", "zsh", "fish")
 def parsers(name: str) -> Sequence[Parser]:
     """Return the complete parser of a command; empty if its packages are not installed."""
     if name == "completion":
-        return (COMMAND.parser("sparrow completion", brief=False),)
+        return (COMMAND.parser("sparrow completion"),)
     try:
-        return (COMMANDS[name].load().parser(f"sparrow {name}", brief=False),)
+        return (COMMANDS[name].load().parser(f"sparrow {name}"),)
     except (MissingPart, CannotTrain) as reason:
         sys.stderr.write(f"sparrow {name}: completed without its options: {reason}\n")
         return ()

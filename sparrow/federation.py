@@ -16,12 +16,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from edge_sdk.arguments import add_federation, read_setting
+from edge_sdk.arguments import add_federation, add_settings, read_setting, settings_of
 from edge_sdk.device.transport import Transport
+from edge_sdk.publish import read_settings
 
 from .command_line.command import Command, Parser, WrongUsage
 from .command_line.faults import faults
-from .command_line.options import add_help_settings, add_yes, sure
+from .command_line.options import add_yes, sure
 from .command_line.table import printable, table
 from .operating import add_coordinator, connected
 from .protocol.messages import ChangeFederation, CreateFederation, FederationInfo, FederationStatus
@@ -44,8 +45,8 @@ CHANGEABLE = tuple(name for name in ChangeFederation.model_fields if name not in
 def _options(parser: Parser) -> None:
     parts = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def part(name: str, text: str, *, named: bool = True) -> argparse.ArgumentParser:
-        found: argparse.ArgumentParser = parts.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    def part(name: str, text: str, *, named: bool = True) -> Parser:
+        found: Parser = parts.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if named:
             add_federation(found)
         add_coordinator(found)
@@ -55,23 +56,17 @@ def _options(parser: Parser) -> None:
     part("show", "show a federation and its settings")
     create = part("create", "create a federation of a built-in task; for your own model see sparrow publish")
     create.add_argument("--task", required=True, help="a task installed at the coordinator, such as digits")
-    _add_settings(create, "settings, such as rounds=50")
-    add_help_settings(create, FederationSettings, "all settings")
+    add_settings(create)
     for name, text in STEERING.items():
         steer = part(name, text)
         if name == "stop":
             add_yes(steer)
-    _add_settings(
-        part("set", f"change {', '.join(CHANGEABLE[:-1])} or {CHANGEABLE[-1]}"), "settings, such as rounds=80"
-    )
+    change = part("set", f"change {', '.join(CHANGEABLE[:-1])} or {CHANGEABLE[-1]}")
+    change.add_argument("settings", nargs="*", type=read_setting, metavar="KEY=VALUE", help="such as rounds=80")
     back = part("rollback", "return to an earlier version of the global model")
     back.add_argument("version", type=_version, metavar="VERSION", help="version from sparrow model list, or best")
     add_yes(back)
     add_yes(part("delete", "delete a federation permanently, with its records, devices and models"))
-
-
-def _add_settings(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("settings", nargs="*", type=read_setting, metavar="KEY=VALUE", help=text)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -117,20 +112,9 @@ def _do(options: argparse.Namespace, transport: Transport) -> list[FederationInf
 
 
 def _create(options: argparse.Namespace, transport: Transport) -> FederationInfo:
-    try:
-        settings = FederationSettings.model_validate({name: _value(text) for name, text in options.settings})
-    except ValidationError as error:
-        raise WrongUsage(_faults(error, FederationSettings.model_fields)) from None
+    settings = read_settings(settings_of(options.settings))
     wanted = CreateFederation(name=options.federation, task=options.task, settings=settings)
     return transport.create_federation(wanted.as_given().encode(), "application/json")
-
-
-def _value(text: str) -> Any:
-    """Return the value of a setting: parsed if it is valid JSON, else the text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _change(transport: Transport, name: str, what: dict[str, Any]) -> FederationInfo:

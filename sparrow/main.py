@@ -111,6 +111,7 @@ def build(parents: Callable[[str], Sequence[Parser]] = lambda name: ()) -> Parse
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``sparrow`` and return its exit code. Raises SystemExit for help and wrong usage."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    words = ["--version"] if words == ["version"] else words
     if not words or words[0] not in COMMANDS:
         parser = build()
         if words and not words[0].startswith("-"):

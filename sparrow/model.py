@@ -1,7 +1,7 @@
 """``sparrow model``: list and download the global models of a federation.
 
 sparrow model list lab
-sparrow model download lab --out lab.onnx
+sparrow model download lab --output lab.onnx
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def _options(parser: Parser) -> None:
         part = parts.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         add_federation(part)
         if name == "download":
-            part.add_argument("--out", type=Path, help="write FILE.onnx or FILE.safetensors (default: FEDERATION.onnx)")
+            part.add_argument(
+                "--output", type=Path, help="write FILE.onnx or FILE.safetensors (default: FEDERATION.onnx)"
+            )
         add_coordinator(part)
 
 
@@ -41,9 +43,9 @@ def _run(options: argparse.Namespace) -> None:
             found = [each.model_dump(mode="json") for each in models]
             print(json.dumps(found) if options.json else as_table(models))
             return
-        out = options.out or Path(f"{options.federation}.onnx")
+        out = options.output or Path(f"{options.federation}.onnx")
         if out.suffix not in FORMATS:
-            raise WrongUsage(f"--out {out}: give a name that ends in {' or '.join(FORMATS)}")
+            raise WrongUsage(f"--output {out}: give a name that ends in {' or '.join(FORMATS)}")
         data = transport.model_file(options.federation, FORMATS[out.suffix])
         out.write_bytes(data)
         print(json.dumps({"path": str(out), "bytes": len(data)}) if options.json else f"{out}, {len(data):,} B")

@@ -38,7 +38,9 @@ def completed(settings: FederationSettings) -> FederationSettings:
         own = settings_type.model_validate(settings.method_settings)
     except ValidationError as error:
         known = ", ".join(settings_type.model_fields) or "no settings of its own"
-        wrong = "; ".join(f"method_settings.{name}: {text}" for name, text in faults(error, settings_type.model_fields))
+        # A misspelt setting of the federation arrives among the method's own.
+        names = (*settings_type.model_fields, *FederationSettings.model_fields)
+        wrong = "; ".join(f"method_settings.{name}: {text}" for name, text in faults(error, names))
         raise BadContent(f"{wrong}; {settings.method} takes {known}") from None
     return settings.model_copy(update={"method_settings": own.model_dump(mode="json"), **_least_for_sums(settings)})
 

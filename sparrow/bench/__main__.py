@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from edge_sdk.arguments import add_pairs
+from edge_sdk.arguments import add_settings, settings_of
 from edge_sdk.device.opening import choose_compute
 from edge_sdk.engines import EngineChoice
 from edge_sdk.tasks.compute import ACCELERATORS, PROCESSOR
@@ -36,7 +36,6 @@ REPEATED = (
     "data",
     "methods",
     "devices",
-    "rounds",
     "seeds",
     "partition",
     "scale",
@@ -60,7 +59,7 @@ def _run(options: argparse.Namespace) -> None:
         recorded = recorded_in(options.results or folder / "results.jsonl", f"sparrow bench run {name}")
         command = f"sparrow bench run {name} --data DIR` and `sparrow bench report {name}"
         record = runner.read_tuning(folder, name, experiment)
-        _report(experiment, recorded, options.out or folder, command, record)
+        _report(experiment, recorded, options.output or folder, command, record)
         return
     experiment, where, how = prepared(options, experiment, folder)
     try:
@@ -121,10 +120,9 @@ def _compared(options: argparse.Namespace) -> Experiment:
         options.data,
         methods=options.methods,
         devices=options.devices,
-        rounds=options.rounds,
         seeds=options.seeds,
         partition=options.partition,
-        settings=dict(options.set),
+        settings=settings_of(options.settings),
     )
 
 
@@ -137,7 +135,7 @@ def again(options: argparse.Namespace, program: str = "sparrow bench") -> str:
             words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
     words += [word for label in options.only or () for word in ("--only", label)]
     words += [word for seed in options.seed or () for word in ("--seed", str(seed))]
-    words += [word for pair in getattr(options, "set", ()) for word in ("--set", "=".join(pair))]
+    words += ["=".join(pair) for pair in getattr(options, "settings", ())]
     return f"{program} {shlex.join(words)}"
 
 
@@ -154,6 +152,7 @@ def _report(
 def _options(parser: Parser) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     own = commands.add_parser("compare", help="compare methods on your own data")
+    add_settings(own, more=", of every method")
     own.add_argument("--task", default="npz", help="a task built in or installed (default: %(default)s)")
     own.add_argument(
         "--data",
@@ -167,10 +166,8 @@ def _options(parser: Parser) -> None:
         help="separated by commas; +ft: with an epoch of fine-tuning on each device (default: %(default)s)",
     )
     own.add_argument("--devices", type=int, help="number of devices (default: that of people or files)")
-    own.add_argument("--rounds", type=int, help="rounds of every method (default: that of sparrow publish)")
     own.add_argument("--seeds", type=int, default=3, help="number of repetitions (default: %(default)s)")
     own.add_argument("--partition", metavar="RULE", help="distribution of one file: dirichlet,alpha=0.3, ...")
-    add_pairs(own, "--set", "a setting of every method")
     own.set_defaults(scale=None, only=None, seed=None)
     _add_work(own)
     add_run(commands.add_parser("run", help="run every trial"))
@@ -197,7 +194,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     _add_experiment(parser)
     parser.add_argument("--folder", type=Path, help="folder of the run (default: runs/EXPERIMENT)")
     parser.add_argument("--results", type=Path, help="other rows: a NAME.jsonl or NAME.jsonl.gz")
-    parser.add_argument("--out", type=Path, help="folder of the report (default: beside the results)")
+    parser.add_argument("--output", type=Path, help="folder of the report (default: beside the results)")
 
 
 def _add_experiment(parser: argparse.ArgumentParser) -> None:

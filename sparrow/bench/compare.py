@@ -44,10 +44,9 @@ def compared(
     *,
     methods: str = METHODS,
     devices: int | None = None,
-    rounds: int | None = None,
     seeds: int = 3,
     partition: str | None = None,
-    settings: Mapping[str, str] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Experiment:
     """Return the experiment that compares ``methods`` on ``data``.
 
@@ -67,8 +66,8 @@ def compared(
     rule, options = _partition(partition or usual)
     decided = {"seed": "--seeds", "method": "--methods", "finetune_epochs": "--methods NAME+ft"}
     for name in sorted({*(settings or {})} & {*decided}):
-        raise WrongUsage(f"--set {name}: {decided[name]} decides it; leave it out")
-    given = read_settings({**({} if rounds is None else {"rounds": rounds}), **(settings or {})}, "--set ")
+        raise WrongUsage(f"{name}: {decided[name]} decides it; leave it out")
+    given = read_settings(settings or {})
     try:
         common = given.model_dump(mode="json", include=set(settings or {}))
         # auto sends int8, so all methods do
@@ -92,7 +91,7 @@ def compared(
         for _ in trials(experiment, "", {}):
             pass
     except ValidationError as error:
-        raise BadArgument("; ".join(f"--set {name}: {text}" for name, text in faults(error))) from None
+        raise BadArgument("; ".join(f"{name}: {text}" for name, text in faults(error))) from None
     return experiment
 
 

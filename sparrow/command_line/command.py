@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -30,6 +30,7 @@ TRACEBACK_VARIABLE = "SPARROW_TRACEBACK"
 # beginnings of argparse's messages
 UNKNOWN = "unrecognized arguments: "
 REQUIRED = "the following arguments are required: "
+SETTING = "argument KEY=VALUE: "
 
 
 class WrongUsage(Exception):
@@ -41,10 +42,10 @@ class WrongUsage(Exception):
 class Parser(argparse.ArgumentParser):
     """An argument parser with one-line errors and the option ``--traceback``.
 
-    traceable: add ``--traceback``. brief: whether the help must fit a screen, without the options documented elsewhere.
+    traceable: add ``--traceback``. settings: names that are given as KEY=VALUE, for the error of who gives an option.
     """
 
-    brief = True
+    settings: Collection[str] = ()
 
     def __init__(self, *arguments: Any, traceable: bool = True, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -80,13 +81,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with the error and the command for help, in one line."""
-        # the required option may be a misspelt one
-        if message.startswith((UNKNOWN, REQUIRED)):
+        # The required option may be a misspelt one, and a wrong setting the value of an option that does not exist.
+        if message.startswith((UNKNOWN, REQUIRED, SETTING)):
             words = message.removeprefix(UNKNOWN).split() if message.startswith(UNKNOWN) else self._words
-            known = list(_options_of(self))
+            known = [option for parser in _parsers(self) for option in parser._option_string_actions]
             options = (word.partition("=")[0] for word in words if word.startswith("--") and word != "--")
             wrong = next((each for each in options if not any(name.startswith(each) for name in known)), "")
-            message = f"there is no option {wrong}{nearest(wrong, known)}" if wrong else message
+            if wrong:
+                setting = wrong.removeprefix("--").replace("-", "_")
+                is_setting = any(setting in parser.settings for parser in _parsers(self))
+                hint = f"; give the setting as {setting}=VALUE" if is_setting else nearest(wrong, known)
+                message = f"there is no option {wrong}{hint}"
         self.exit(Exit.USAGE, f"{short(self.prog)}: {_one_line(message)}; see {self.prog} --help\n")
 
 
@@ -105,7 +110,7 @@ class Command:
     usage: str | None = None
     epilog: str | None = None
 
-    def parser(self, prog: str | None = None, *, brief: bool = True) -> Parser:
+    def parser(self, prog: str | None = None) -> Parser:
         """Return the argument parser. prog: the program's name, by default ``python -m`` and the module."""
         prog = prog or f"python -m {self.name}"
         parser = Parser(
@@ -114,14 +119,17 @@ class Command:
             description=self.description,
             epilog=self.epilog,
         )
-        parser.brief = brief
         self.options(parser)
         return parser
 
     def main(self, arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
         """Run the command and return its exit code. Raises SystemExit for --help and wrong usage."""
         parser = self.parser(prog)
-        options = parser.parse_args(arguments)
+        words = sys.argv[1:] if arguments is None else list(arguments)
+        # A noun by itself, such as "sparrow federation", shows what can be done with it.
+        if not words and len(list(_parsers(parser))) > 1:
+            words = ["--help"]
+        options = parser.parse_args(words)
         return ended(parser.prog, lambda: self.run(options), shown=getattr(options, "traceback", False))
 
 
@@ -189,13 +197,13 @@ def short(prog: str) -> str:
     return prog.removeprefix("python -m ")
 
 
-def _options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the options of a parser and its sub-commands."""
-    yield from parser._option_string_actions
+def _parsers(parser: Parser) -> Iterator[Parser]:
+    """Yield a parser and those of its sub-commands."""
+    yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for part in action.choices.values():
-                yield from _options_of(part)
+                yield from _parsers(part)
 
 
 def _exit_code(error: BaseException) -> Exit | None:

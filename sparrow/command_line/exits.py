@@ -36,6 +36,8 @@ def of_status(status: int) -> Exit:
     """Return the exit code for an HTTP error status."""
     if status in (401, 403):
         return Exit.REFUSED
+    if status == 422:
+        return Exit.USAGE
     if status == 507:
         return Exit.FULL
     if status in (408, 429) or status >= 500:

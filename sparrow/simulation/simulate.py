@@ -28,14 +28,13 @@ from edge_sdk.device.opening import add_compute, choose_compute
 from edge_sdk.device.transport import Transport
 from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, Refused, translated
-from edge_sdk.publish import PATIENCE_SECONDS, PublishOptions, add_method_set, load_to_publish, publish, read_settings
+from edge_sdk.publish import PATIENCE_SECONDS, PublishOptions, load_to_publish, publish, read_settings
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.tasks import Task
 from sparrow.devices.simulation import BOARDS, Board, load_boards
 
 from ..command_line.command import Command, Parser, WrongUsage
-from ..command_line.options import add_help_settings, add_json, add_server, add_wait
-from ..protocol.settings import FederationSettings
+from ..command_line.options import add_json, add_server, add_wait
 from ..transport import httpx, tls
 from . import in_process
 from .cluster import run_on_ray
@@ -229,8 +228,10 @@ def _command(options: argparse.Namespace) -> None:
     _check(options)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger(httpx.__name__).setLevel(logging.WARNING)
-    settings = {"method_settings": dict(options.method_set), **dict(options.set)} if options.task else {}
-    read_settings(settings, "--set ")
+    settings = read.settings_of(options.settings)
+    if settings and not options.task:
+        raise WrongUsage(f"{next(iter(settings))}: settings need --task, for a federation that does not exist yet")
+    read_settings(settings)
     try:
         result = simulate(
             None if options.app else options.server,
@@ -313,9 +314,7 @@ def _options(parser: Parser) -> None:
     parser.add_argument("--devices", type=int, required=True, help="number of devices that train")
     parser.add_argument("--new", type=int, default=0, help="number of devices that only adapt the finished model")
     parser.add_argument("--task", help="create the federation for this task unless it exists")
-    read.add_pairs(parser, "--set", "a setting of the federation, with --task")
-    add_method_set(parser)
-    add_help_settings(parser, FederationSettings, "all settings")
+    read.add_settings(parser, more="; with --task")
     parser.add_argument("--data", help="the devices' data; may contain {index}, {of} and {name}")
     parser.add_argument("--partition", metavar="RULE", help="distribution of the data: dirichlet,alpha=0.3, ...")
     parser.add_argument(

@@ -109,10 +109,20 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "reason", None) or getattr(error, "strerror", None) or error)
 
 
+CA_VARIABLE = "SPARROW_CA"
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options ``--ca``, ``--client-cert`` and ``--client-key``; ``from_options`` reads them."""
     group = parser.add_argument_group("TLS, for --server https://HOST")
-    group.add_argument("--ca", type=Path, metavar="FILE", help="trust only these authorities (default: public ones)")
+    own = setting(CA_VARIABLE)
+    group.add_argument(
+        "--ca",
+        type=Path,
+        default=None if own is None else Path(own.value),
+        metavar="FILE",
+        help=f"trust only these authorities (default: {CA_VARIABLE}, or public ones)",
+    )
     group.add_argument("--client-cert", type=Path, metavar="FILE", help="own certificate, if the server asks for one")
     group.add_argument("--client-key", type=Path, metavar="FILE", help="its key, unless it is in the same file")
 

@@ -64,7 +64,7 @@ def test_the_page_compares_with_and_without_early_stopping_and_says_that_it_esti
     early = recorded("FedSPU+ES", flops=4 * 10**11, traffic=4 * 10**5, accuracy=0.55, stops=True, rounds=4)
     for each in (usual, early):
         rows.append(tmp_path / "fedspu-cifar10.jsonl", each)
-    assert energy.main(["--results", str(tmp_path), "--out", str(tmp_path / "energy.md")]) == 0
+    assert energy.main(["--results", str(tmp_path), "--output", str(tmp_path / "energy.md")]) == 0
     page = (tmp_path / "energy.md").read_text()
     assert "| fedspu-cifar10, alpha = 0.5 | FedSPU+ES against FedSPU | 1 | 60.0% | 60.0% | 60.0% | -5.0 |" in page
     assert "| FedSPU, 10 rounds | 0.5: pi4b, 1: pi5 | off | 100 | **0.4**; 20.0; 7 | 60.0 |" in page

@@ -80,7 +80,7 @@ def test_its_commands_have_the_options_that_it_gives_them(page):
 
 def options(command):
     """Return every option string of a command, those of its sub-commands included."""
-    found, parsers = set(), [COMMANDS[command].load().parser(f"sparrow {command}", brief=False)]
+    found, parsers = set(), [COMMANDS[command].load().parser(f"sparrow {command}")]
     while parsers:
         parser = parsers.pop()
         for action in parser._actions:

@@ -178,8 +178,8 @@ def test_a_policy_that_means_nothing_is_refused_before_anything_else(more, said,
 
 
 def test_a_setting_that_is_none_names_the_option(capsys):
-    assert publish.main(["--server", "http://127.0.0.1:9", "x", "--learning-rate", "-1"]) == Exit.USAGE
-    assert "--learning-rate: -1 cannot work; give a number above 0" in capsys.readouterr().err
+    assert publish.main(["--server", "http://127.0.0.1:9", "x", "learning_rate=-1"]) == Exit.USAGE
+    assert "learning_rate: -1 cannot work; give a number above 0" in capsys.readouterr().err
 
 
 def test_a_name_that_no_device_can_have_is_refused_before_anything_is_made(tmp_path, capsys):
@@ -258,7 +258,7 @@ def test_two_coordinators_have_folders_of_their_own():
 
 
 def test_settings_that_contradict_each_other_are_said_without_an_option(capsys):
-    command = ["--server", "http://127.0.0.1:9", "x", "--optimizer", "adam", "--momentum", "0.9"]
+    command = ["--server", "http://127.0.0.1:9", "x", "optimizer=adam", "momentum=0.9"]
     assert publish.main(command) == Exit.USAGE
     assert "sparrow publish: momentum belongs to the optimizer sgd" in capsys.readouterr().err
 

@@ -187,7 +187,7 @@ def _quick(monkeypatch):
 
 
 def test_it_predicts_and_measures(capsys):
-    status, out, _ = run(capsys, "--budget", "0.4", "--steps", "2", "--batch-size", "8", "--json")
+    status, out, _ = run(capsys, "--budget", "0.4", "--steps", "2", "batch_size=8", "--json")
     assert status == 0
     found = json.loads(out)
     assert (found["task"], found["method"], found["samples"], found["device"]) == ("mnist", "fedspu", 8, "cpu")
@@ -205,11 +205,11 @@ def test_what_does_not_fit_is_said_and_not_measured(capsys):
     status, out, _ = run(capsys, "--memory-limit", "1")
     assert status == 0
     assert out.count("does not fit") == len(profile.BUDGETS)
-    assert "None of these budgets fits into 1 MiB. Try a smaller one. A smaller --batch-size needs less." in out
+    assert "None of these budgets fits into 1 MiB. Try a smaller one. A smaller batch_size needs less." in out
 
 
 def test_a_method_that_trains_the_whole_model_says_so(capsys):
-    status, out, _ = run(capsys, "--method", "fedavg", "--memory-limit", "1")
+    status, out, _ = run(capsys, "method=fedavg", "--memory-limit", "1")
     assert status == 0
     assert "fedavg trains the whole model" in out
     assert "Try a smaller one" not in out
@@ -220,12 +220,12 @@ def test_a_method_that_trains_the_whole_model_says_so(capsys):
     [
         (["--task", "mnits"], Exit.NOT_FOUND, "unknown task 'mnits' (did you mean mnist?)"),
         (["--task", "mnist:large"], Exit.NOT_FOUND, "large"),
-        (["--method", "fedsup"], Exit.NOT_FOUND, "fedsup"),
-        (["--method", "fedem"], Exit.USAGE, "cannot be profiled before its federation exists"),
-        (["--method", "pfedgate"], Exit.USAGE, "cannot be profiled before its federation exists"),
+        (["method=fedsup"], Exit.NOT_FOUND, "fedsup"),
+        (["method=fedem"], Exit.USAGE, "cannot be profiled before its federation exists"),
+        (["method=pfedgate"], Exit.USAGE, "cannot be profiled before its federation exists"),
         (["--data", "nowhere.npz"], Exit.NOT_FOUND, "nowhere.npz"),
-        (["--batch-size", "0"], Exit.USAGE, "batch-size: 0 cannot work; give a number of at least 1"),
-        (["--set", "momentum=2"], Exit.USAGE, "momentum: 2 cannot work; give a number below 1"),
+        (["batch_size=0"], Exit.USAGE, "batch_size: 0 cannot work; give a number of at least 1"),
+        (["momentum=2"], Exit.USAGE, "momentum: 2 cannot work; give a number below 1"),
     ],
 )
 def test_what_cannot_be_is_said(arguments, status, said, capsys):

@@ -37,7 +37,7 @@ def test_bash_completes_commands_options_and_choices(sparrow, tmp_path):
         return set(asked.stdout.split())
 
     assert complete("pub") == {"publish"}
-    assert complete("publish", "--learning") == {"--learning-rate", "--learning-rate-decay"}
+    assert complete("publish", "--st") == {"--standardise"}
     assert complete("token", "create", "") >= {"admin", "observer", "enrolment"}
     assert complete("status", "--js") == {"--json"}
     assert complete("completion", "z") == {"zsh"}
@@ -63,7 +63,7 @@ def test_so_does_fish(sparrow, tmp_path):
         return {row.partition("\t")[0] for row in asked.stdout.splitlines()}
 
     assert complete("sparrow pub") == {"publish"}
-    assert complete("sparrow publish --learning") == {"--learning-rate", "--learning-rate-decay"}
+    assert complete("sparrow publish --st") == {"--standardise"}
     assert complete("sparrow token create ") >= {"admin", "observer", "enrolment"}
     assert complete("sparrow federation create --ta") == {"--task"}
     assert complete("sparrow status --js") == {"--json"}
@@ -73,7 +73,7 @@ def test_zsh_has_a_script_of_its_own(sparrow):
     code, script, _ = sparrow("completion", "zsh")
     assert code == 0
     assert script.startswith("#compdef sparrow")
-    assert "--learning-rate" in script
+    assert "--standardise" in script
 
 
 def test_a_part_that_is_not_installed_is_completed_by_its_name(sparrow, monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sparrow.command_line.exits import Exit
 from sparrow.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
@@ -70,13 +71,13 @@ def parts(parser):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_option_means_one_thing_in_every_command(name):
     """Of all that call a coordinator: the same words for its address, and none of the former ones."""
-    for part in parts(COMMANDS[name].load().parser(f"sparrow {name}", brief=False)):
+    for part in parts(COMMANDS[name].load().parser(f"sparrow {name}")):
         text = " ".join(part.format_help().split())
         if "--server" in text:
             assert "--server URL the coordinator's address (default: SPARROW_SERVER, or http://127.0" in text
         options = set(re.findall(r"^  (--[a-z-]+)", part.format_help(), re.MULTILINE))
         assert "--name" not in options
-        assert name == "publish" or "--patience" not in options, "there it is a setting of early stopping"
+        assert "--patience" not in options, "it is a setting of early stopping"
         assert "docs/" not in text, "who installed a wheel has no such page"
 
 
@@ -110,17 +111,31 @@ def test_a_module_that_python_m_runs_is_the_same_command(name):
     assert f"`{name}`" in PAGE.split("## Exit codes")[0]
 
 
-def test_the_federations_settings_are_options_that_a_brief_help_names(capsys):
-    from edge_sdk.publish import COMMAND
-
-    brief, whole = COMMAND.parser().format_help(), COMMAND.parser(brief=False).format_help()
-    assert "--local-epochs" in brief
-    assert "--local-epochs X" not in brief
-    assert "--local-epochs X" in whole
-
-
-def test_the_version_is_told(capsys):
+@pytest.mark.parametrize(
+    "command", [("publish", "x"), ("federation", "create", "x"), ("fleet",), ("profile",), ("bench", "compare")]
+)
+def test_a_setting_given_as_an_option_is_shown_as_a_setting(capsys, command):
     with pytest.raises(SystemExit) as ended:
-        main(["--version"])
+        main([*command, "--local-epochs", "3"])
+    assert ended.value.code == Exit.USAGE
+    assert "local_epochs=VALUE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("noun", ["federation", "device", "model", "data", "token", "bench"])
+def test_a_command_without_its_subcommand_prints_its_help(capsys, noun):
+    assert help_of(capsys, noun) == bare(capsys, noun)
+
+
+def bare(capsys, noun):
+    with pytest.raises(SystemExit) as ended:
+        main([noun])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("asked", ["version", "--version"])
+def test_the_version_is_printed(capsys, asked):
+    with pytest.raises(SystemExit) as ended:
+        main([asked])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("sparrow-fl")

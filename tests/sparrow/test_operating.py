@@ -45,7 +45,7 @@ def test_it_is_gone_for_good_and_its_name_is_free(sparrow, night, lab):
     code, out, err = sparrow(*DELETE, "night", "--server", night, "--yes", "--json")
     assert (code, json.loads(out), err) == (0, {"deleted": "night"}, "")
     assert lab.get("/v1/federations/night").status_code == 404
-    assert sparrow("publish", "night", "--server", night, "--rounds", "7")[0] == 0
+    assert sparrow("publish", "night", "--server", night, "rounds=7")[0] == 0
     assert lab.get("/v1/federations/night").json()["rounds"] == 7
 
 
@@ -55,7 +55,7 @@ def test_who_publishes_is_told_that_nothing_bounds_a_device(sparrow, night, lab)
     code, out, err = sparrow(*words)
     assert (code, json.loads(out)["notice"], err) == (0, None, "")
     lab.delete("/v1/federations/night")
-    code, out, err = sparrow(*words, "--relative-clip", "0")
+    code, out, err = sparrow(*words, "relative_clip=0")
     assert (code, err) == (0, f"warning: {json.loads(out)['notice']}\n")
     assert "set relative_clip, update_clip or robust" in err
 
@@ -169,7 +169,7 @@ def test_what_keeps_it_from_that_is_one_line(fails, night, lab, monkeypatch):
 
 def test_publishing_what_is_there_is_fine_where_one_says_so(sparrow, fails, night):
     words = ("publish", "night", "--server", night)
-    assert sparrow(*words, "--exist-ok", "--min-devices", "1")[0] == 0
+    assert sparrow(*words, "--exist-ok", "min_devices=1")[0] == 0
     assert "exists; choose another name" in fails(Exit.FAILED, *words)
     assert "min_devices: asked for 2, it has 1" in fails(Exit.FAILED, *words, "--exist-ok")
 
@@ -177,7 +177,7 @@ def test_publishing_what_is_there_is_fine_where_one_says_so(sparrow, fails, nigh
 def test_a_federation_is_made_steered_and_looked_at(sparrow, fails, night, lab):
     server = ("--server", night)
     lab.delete("/v1/federations/made")
-    words = ("rounds=7", "cohort=3", "min_devices=1", 'method_settings={"proximal_weight": 0.5}', "method=fedprox")
+    words = ("rounds=7", "cohort=3", "min_devices=1", "proximal_weight=0.5", "method=fedprox")
     code, out, _ = sparrow("federation", "create", "made", *words, "--task", "digits", *server)
     assert (code, out) == (0, "made: waiting, round 0 of 7\n")
     _, out, _ = sparrow("federation", "list", *server, "--json")
@@ -220,11 +220,11 @@ def test_a_model_is_downloaded_as_what_its_name_says(sparrow, fails, night, tmp_
     assert lines[1].split()[-1] == "current"
     for ending, begin in ((".onnx", b"\x08"), (".safetensors", None)):
         out = tmp_path / f"night{ending}"
-        assert sparrow("model", "download", "night", "--out", str(out), *server)[0] == 0
+        assert sparrow("model", "download", "night", "--output", str(out), *server)[0] == 0
         assert out.stat().st_size > 1000
         assert begin is None or out.read_bytes().startswith(begin)
     assert "give a name that ends in .onnx or .safetensors" in fails(
-        Exit.USAGE, "model", "download", "night", "--out", "night.pt", *server
+        Exit.USAGE, "model", "download", "night", "--output", "night.pt", *server
     )
 
 

@@ -46,7 +46,7 @@ SETTINGS: dict[str, Any] = {
     "seed": 5,
     "draws": "seed",
 }
-CREATED = ("--task", "digits", *(f"--set={key}={value}" for key, value in SETTINGS.items()))
+CREATED = ("--task", "digits", *(f"{key}={value}" for key, value in SETTINGS.items()))
 """The federation as the command creates it."""
 BUDGETS = (0.3, 0.6, 1.0)
 PLAN = Plan(NAME, DEVICES, budgets=BUDGETS)

@@ -273,10 +273,11 @@ def test_files_that_cannot_be_used_are_named(files, tmp_path):
             tls.context()
 
 
-def test_every_command_takes_the_certificates(mutual, files, tmp_path, capsys):
-    where = ["--server", mutual, "--ca", str(files.ca)]
+def test_every_command_takes_the_certificates(mutual, files, tmp_path, capsys, monkeypatch):
+    where = ["--server", mutual]
+    monkeypatch.setenv("SPARROW_CA", str(files.ca))
     own = ["--client-cert", str(files.device[0]), "--client-key", str(files.device[1])]
-    settings = ["--rounds", "1", "--min-devices", "2", "--local-steps", "1", "--early-stopping", "off"]
+    settings = ["rounds=1", "min_devices=2", "local_steps=1", "early_stopping=off"]
     assert publish.main(["night", *where, *own, *settings]) == 0
     many = ["--devices", "2", "--processes", "1", "--memory", "--quiet", "--accelerator", "cpu"]
     assert simulate.main([*where, *own, "--federation", "night", *many]) == 0

@@ -47,7 +47,7 @@ def command(*words):
 @pytest.mark.parametrize(("form", "seeds"), [("people.npz", 2), ("each", 1)])
 def test_three_methods_on_ones_own_npz_end_with_a_page_and_a_table(data, form, seeds, capsys):
     folder = data / "work"
-    words = command("--data", data / form, "--rounds", 2, "--seeds", seeds, "--processes", 1, "--folder", folder)
+    words = command("--data", data / form, "rounds=2", "--seeds", seeds, "--processes", 1, "--folder", folder)
     assert main(words) == 0
     out = capsys.readouterr().out
     name = form.removesuffix(".npz")
@@ -89,7 +89,7 @@ def test_a_task_of_an_installed_package_is_compared_by_its_name(tmp_path, monkey
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ownlab\nVersion: 0.1\n")
     (info / "entry_points.txt").write_text("[sparrow.tasks]\nownlab = ownlab:load\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = ("--task", "ownlab", "--data", "table{index}", "--devices", 2, "--rounds", 1, "--seeds", 1)
+    words = ("--task", "ownlab", "--data", "table{index}", "--devices", 2, "rounds=1", "--seeds", 1)
     more = ("--methods", "local", "--processes", 1, "--folder", tmp_path / "work")
     try:
         assert main(command(*words, *more)) == 0
@@ -169,7 +169,7 @@ def test_files_are_counted_where_they_are_numbered(data):
         ("--data mine.npz --devices 40", 1, "150 samples cannot give 40 devices 10 each; use fewer devices"),
         ("--data mine.npz --devices 1", 2, "takes at least 2"),
         ("--data mine.npz --seeds 0", 2, "--seeds 0: give at least 1"),
-        ("--data mine.npz --rounds 0", 2, "--set rounds"),
+        ("--data mine.npz rounds=0", 2, "rounds"),
         ("--data people.npz --devices 4", 1, "4 devices for 3 people; leave of= out, or set of=3 (--devices 3 of"),
         ("--data each --devices 4", 1, "3 files are too few for 4 devices"),
         ("--data each --partition iid", 2, "each device has its own file and nothing is distributed; leave it out"),

@@ -117,7 +117,7 @@ def test_a_report_is_made_of_what_has_been_run(undisturbed, file, tmp_path, caps
         str(file),
         "--results",
         str(undisturbed / "results.jsonl"),
-        "--out",
+        "--output",
         str(tmp_path / "report"),
     ]
     assert main(arguments) == 0
