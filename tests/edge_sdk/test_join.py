@@ -70,6 +70,7 @@ def result(**given):
         "global_share": 0.0,
         "adapted": False,
         "accuracy_before": None,
+        "accuracy_alone": None,
         "accuracy_after": None,
         "training": Totals(),
         "evaluation": Totals(),

@@ -279,7 +279,6 @@ def test_the_nearest_limit_of_a_policy_and_part_of_data_are_told(fails, guarded,
     ("name", "lacks", "extra"),
     [
         ("serve", "uvicorn", "[coordinator]"),
-        ("token", "httpx", ""),
         ("completion", "shtab", "[completion]"),
         ("status", "segno", ""),
         ("track", "pydantic", ""),

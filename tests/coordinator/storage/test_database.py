@@ -97,6 +97,8 @@ def test_the_first_tables_become_the_newest_ones(tmp_path, clock, play):
         for column in ("round", "undone", "accuracy", "loss", "pinned_until"):
             connection.execute(f"ALTER TABLE models DROP COLUMN {column}")
         connection.execute("ALTER TABLE devices DROP COLUMN accuracy_alone")
+        connection.execute("ALTER TABLE devices DROP COLUMN removed")
+        connection.execute("ALTER TABLE tokens DROP COLUMN made_by")
         connection.execute("UPDATE alembic_version SET version_num = '0001'")
     # The seal names the file as the coordinator left it.
     path.with_name(f"{path.name}.sha256").unlink()

@@ -23,7 +23,8 @@ def upgrade() -> None:
         models.add_column(sa.Column("pinned_until", sa.Float(), nullable=False, server_default="0"))
     with op.batch_alter_table("devices") as devices:
         devices.add_column(sa.Column("accuracy_alone", sa.Float(), nullable=True))
-        devices.add_column(sa.Column("removed", sa.Boolean(), nullable=False, server_default=sa.false()))
+        # A clause as the default would make SQLite copy the table, which others refer to.
+        devices.add_column(sa.Column("removed", sa.Boolean(), nullable=False, server_default="0"))
     with op.batch_alter_table("tokens") as tokens:
         tokens.add_column(sa.Column("made_by", sa.String(16), nullable=True))
     op.execute(f"UPDATE models SET round = ({_MAKER.format('rounds.number')})")
