@@ -31,11 +31,12 @@ export TEST_ALL := $(ALL)
 # Tests start hundreds of processes, each of which would compile our modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Real coordinators, devices, browsers, databases and shells; whole federations in one process.
+# Real coordinators, devices, browsers, databases and shells; whole federations in one process; installations. Tests wait
+# for programs that they start, so three run on two cores.
 test-integration: runtime
-	$(BIN)/python -m pytest -n auto --dist worksteal -m 'integration and not slow'
+	$(BIN)/python -m pytest -n $$((($$(nproc) * 3 + 1) / 2)) --dist worksteal -m 'integration and not slow'
 
-# Those that want the machine for themselves: they kill processes, wait for deadlines of seconds, or install.
+# Those that need an idle machine: they measure time and memory, or wait for deadlines of seconds.
 test-slow: runtime
 	$(BIN)/python -m pytest -m slow --ignore tests/system/test_zoo.py
 

@@ -15,7 +15,6 @@ DIGIT = np.zeros((2, 1, 8, 8), dtype=np.float32)
 
 
 @pytest.mark.integration
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_demo_ends_with_a_table_a_report_and_five_models(tmp_path):
     folder = tmp_path / "demo"

@@ -20,7 +20,6 @@ def script():
 
 
 @pytest.mark.integration
-@pytest.mark.integration
 @pytest.mark.timeout(360)
 def test_two_devices_run_it_to_models_that_predict_like_pytorch(tmp_path):
     (tmp_path / "windows.py").write_text(script())

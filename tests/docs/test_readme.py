@@ -34,7 +34,6 @@ def steps() -> list[tuple[str, str]]:
 
 
 @pytest.mark.integration
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_works_as_printed_in_an_empty_environment_without_and_with_tokens(tmp_path):
     unwanted = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "*.egg-info")

@@ -58,7 +58,6 @@ def test_a_command_loads_its_own_part_alone(tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_device_is_installed_in_220_mb_and_trains_without_pytorch(tmp_path):
     from benchmarks.engines import install

@@ -1,6 +1,6 @@
 """The small form of ``make chaos`` (``tests.system.chaos``): some of every kind of fault, in every scenario.
 
-``CHAOS_SEED=7 pytest -m slow tests/system/test_chaos.py`` draws others.
+``CHAOS_SEED=7 pytest -m integration tests/system/test_chaos.py`` draws others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def test_three_coordinators_on_one_database(shared):
     holds(shared, "three", "postgresql", 6)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("scenario", "store"),
@@ -62,7 +61,6 @@ def test_methods_deadlines_and_fleets(shared, scenario, store):
     holds(shared, scenario, store, 7)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_undisturbed_each_method_does_what_is_its_own(shared):
     """What would go unnoticed if two runs were alike in doing nothing."""

@@ -74,7 +74,6 @@ def finish(process: subprocess.Popen[str], status: int) -> str:
     return output
 
 
-@pytest.mark.slow
 def test_two_workers_train_what_one_process_trains_and_go_on_after_ctrl_c(
     machine: Machine, start: Start, tmp_path: Path
 ) -> None:
@@ -84,7 +83,7 @@ def test_two_workers_train_what_one_process_trains_and_go_on_after_ctrl_c(
     process = start(spread.url)
     wait_until(lambda: spread.info("digits")["round"] >= 2, "two rounds", timeout=60, interval=0.02)
     os.killpg(process.pid, signal.SIGINT)
-    assert "interrupted; repeat the command to continue" in finish(process, 130)
+    assert "interrupted" in finish(process, 130)
     assert spread.info("digits")["status"] == "running"
     output = finish(start(spread.url), 0)
     assert "6 devices, " in output
@@ -98,7 +97,6 @@ def test_two_workers_train_what_one_process_trains_and_go_on_after_ctrl_c(
     }
 
 
-@pytest.mark.slow
 def test_a_slice_that_fails_ends_the_others(coordinator: Coordinator, start: Start) -> None:
     coordinator.create("digits", **SETTINGS)
     output = finish(start(coordinator.url, "--data", "index={index},of=4"), 1)  # which has no index 4 and 5

@@ -120,6 +120,5 @@ def play(coordinator: Coordinator, devices: Devices, disturbed: bool) -> tuple[l
     return digests, {device: devices.onnx(device).read_bytes() for device in budgets}
 
 
-@pytest.mark.slow
 def test_what_a_device_chose_survives_kills_on_both_sides(machine: Machine):
     assert play(*machine(), disturbed=True) == play(*machine(), disturbed=False)

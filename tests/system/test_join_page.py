@@ -263,7 +263,6 @@ def not_isolated(page):
     page.troubles[:] = [text for text in page.troubles if not text.startswith(ignored)]
 
 
-@pytest.mark.slow
 def test_a_phone_takes_part_from_the_link_alone(new_coordinator, open_page, pictures, tmp_path):
     server = new_coordinator(COORDINATOR_ENROLMENT_TOKEN=SECRET)
     server.start()
