@@ -49,7 +49,7 @@ def test_more_are_drawn_than_are_waited_for(coordinator, answer, train):
         coordinator.rounds.advance()
     record = coordinator.record(1)
     assert (record.status, record.updates, record.expired, record.cohort) == ("closed", 4, 2, drawn)
-    with pytest.raises(RoundClosed, match="round 1 no longer accepts it; keep the personal model"):
+    with pytest.raises(RoundClosed, match=r"round 1\b"):
         devices[drawn[0]].send(late, train(DIGITS, late))
 
 
@@ -344,7 +344,7 @@ def test_methods_that_take_a_mean_can(method):
 
 @pytest.mark.parametrize("method", ["fedsgc", "feddst", "votedst", "prunefl", "grasp", "dmpfl", "pfedgate"])
 def test_methods_whose_rounds_build_on_one_model_cannot(coordinator, method):
-    with pytest.raises(BadContent, match=f"buffer: {method} cannot use updates of older models: "):
+    with pytest.raises(BadContent, match=f"buffer: {method} "):
         coordinator.create(method=method, buffer=1)
 
 
@@ -366,7 +366,7 @@ def test_settings_that_contradict_each_other_are_refused(settings, reason):
 
 def test_a_change_that_would_contradict_is_refused_and_changes_nothing(coordinator):
     coordinator.create(buffer=4, cohort=5)
-    with pytest.raises(BadContent, match="buffer: a round would wait for 4 updates, but only 3 devices"):
+    with pytest.raises(BadContent, match=r"^buffer: .*\b4\b.*\b3\b"):
         coordinator.change(cohort=3)
     coordinator.enrol("a")
     assert coordinator.info().round == 0

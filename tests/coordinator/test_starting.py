@@ -109,9 +109,7 @@ def test_who_listens_on_all_addresses_names_one_that_others_can_use(host):
 @pytest.mark.parametrize("kind", ["ADMIN", "OBSERVER", "ENROLMENT"])
 def test_a_token_that_is_easy_to_guess_is_refused_and_not_repeated(monkeypatch, kind, weak):
     monkeypatch.setenv(f"COORDINATOR_{kind}_TOKEN", weak)
-    with pytest.raises(
-        WrongUsage, match=rf"^COORDINATOR_{kind}_TOKEN: too easy to guess; give at least 16 "
-    ) as refused:
+    with pytest.raises(WrongUsage, match=f"^COORDINATOR_{kind}_TOKEN: .*16 ") as refused:
         read_settings()
     with pytest.raises(ValidationError) as plain:  # as uvicorn coordinator.main:app says it
         Settings()
@@ -122,7 +120,7 @@ def test_one_token_is_not_for_two_kinds(monkeypatch):
     """Each device would hold the operator's."""
     for kind in ("ADMIN", "ENROLMENT"):
         monkeypatch.setenv(f"COORDINATOR_{kind}_TOKEN", "0123456789abcdef")
-    with pytest.raises(WrongUsage, match="COORDINATOR_ADMIN_TOKEN and COORDINATOR_ENROLMENT_TOKEN are the same"):
+    with pytest.raises(WrongUsage, match=r"COORDINATOR_ADMIN_TOKEN.*COORDINATOR_ENROLMENT_TOKEN"):
         read_settings()
     monkeypatch.setenv("COORDINATOR_ADMIN_TOKEN", "fedcba9876543210")
     assert len(read_settings().tokens()) == 2

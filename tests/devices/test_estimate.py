@@ -88,7 +88,7 @@ def test_a_given_model_is_parsed_and_leaves_the_clock_out():
 
 @pytest.mark.parametrize("text", ["", "5", "2.3-6.4", "2.3:6.4:9", "two:six", "2,3:6,4"])
 def test_what_is_no_model_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match=r"want IDLE:MAX in watts, such as 2\.3:6\.4"):
+    with pytest.raises(ValueError, match=r"IDLE:MAX.*2\.3:6\.4"):
         PowerModel.parse(text)
 
 

@@ -56,7 +56,7 @@ def test_a_file_describes_boards_of_ones_own(file):
 
 @pytest.mark.parametrize("text", ["pi3", "pi4b,", "", "PI5"])
 def test_an_unknown_name_is_told_with_those_there_are(text):
-    with pytest.raises(ValueError, match=r"unknown board '.*'; choose from pi4b, pi5, pizero2w, or give a \.toml file"):
+    with pytest.raises(ValueError, match="pi4b, pi5, pizero2w"):
         load_boards(text)
 
 
@@ -88,9 +88,7 @@ def test_a_file_that_describes_no_board_is_told_with_its_name(file, text, said):
 
 
 def test_a_file_that_cannot_be_read_is_told_with_its_name(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"none\.toml: No such file or directory; give a file with a \[\[board\]\] table"
-    ):
+    with pytest.raises(ValueError, match=r"none\.toml: No such file"):
         load_boards(str(tmp_path / "none.toml"))
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(ValueError, match=r"folder\.toml: Is a directory"):

@@ -161,7 +161,7 @@ def test_at_equal_cost_the_dearer_is_read_between_its_evaluations(figures):
     # B has 45 % after 100 bytes, half-way between 80 and 120; A then has 60 and 62.
     assert f"{figures.difference_at_equal('bytes_up', 'tiny', 'A', 'B'):.1f}" == "16.0"
     assert f"{figures.difference_at_equal('bytes_up', 'tiny', 'B', 'A'):.1f}" == "-16.0"
-    with pytest.raises(SystemExit, match="never evaluated at equal joules_measured"):
+    with pytest.raises(SystemExit, match="joules_measured"):
         figures.difference_at_equal("joules_measured", "tiny", "A", "B")
 
 

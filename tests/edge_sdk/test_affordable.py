@@ -47,7 +47,7 @@ SLOW = {
 
 @pytest.mark.parametrize("what", SLOW)
 def test_a_node_that_takes_seconds_for_one_sample_is_refused_by_name(what):
-    with pytest.raises(GraphError, match=r"'slow'.* is predicted to take .* s for one sample, at most 2 s"):
+    with pytest.raises(GraphError, match=r"'slow'.* s\b.*\b2 s\b"):
         check_graphs(*SLOW[what]())
 
 
@@ -55,7 +55,7 @@ def test_a_node_that_takes_seconds_for_a_batch_is_refused_on_the_device():
     graphs, manifest = step_of([node("AveragePool", "input", "slow", kernel_shape=[40, 40])], (8, 100, 100))
     needs = check_graphs(graphs, manifest)
     check_affordable(needs, manifest, 1, 1, free=2**40)
-    with pytest.raises(TooCostly, match=r"'slow' .*training step .* batch of 4096 samples.* smaller batch_size"):
+    with pytest.raises(TooCostly, match=r"'slow' .*\b4096\b.*batch_size"):
         check_affordable(needs, manifest, 4096, 1, free=2**40)
 
 
@@ -63,9 +63,7 @@ def test_a_batch_that_takes_more_memory_than_there_is_is_refused_on_the_device()
     graphs, manifest = step_of([node("Expand", "input size", "large")], (1, 100), size=np.array([1, 50_000, 1]))
     needs = check_graphs(graphs, manifest)
     check_affordable(needs, manifest, 1, 1, free=64 * MIB)
-    with pytest.raises(
-        TooCostly, match=r"predicted to take 6\d\d MiB of memory for a batch of 16 samples.* but only 64 are available"
-    ):
+    with pytest.raises(TooCostly, match=r"6\d\d MiB .*\b16 samples\b.*\b64\b"):
         check_affordable(needs, manifest, 16, 1, free=64 * MIB)
 
 
@@ -89,7 +87,7 @@ def test_a_slope_enlarges_nothing(slope):
     if slope == (4, 1):
         check_graphs(*step)
         return
-    with pytest.raises(GraphError, match=r"its factors .* do not fit its input .*; give one for each channel"):
+    with pytest.raises(GraphError, match="factors"):
         check_graphs(*step)
 
 
@@ -150,7 +148,7 @@ def forward_of(shape, *nodes):
 
 def test_a_forward_pass_that_takes_seconds_within_a_node_is_refused():
     check_sizes(forward_of((4, 50, 50), node("AveragePool", "input", "y", kernel_shape=[20, 20])))
-    with pytest.raises(SkeletonError, match=r"'y' .* predicted to take .* s for one sample"):
+    with pytest.raises(SkeletonError, match=r"'y'.* s\b"):
         check_sizes(forward_of((16, 400, 400), node("AveragePool", "input", "y", kernel_shape=[200, 200])))
 
 
@@ -164,7 +162,7 @@ def test_the_factors_of_groups_enlarge_nothing(length, accepted):
     if accepted:
         check_sizes(model)
         return
-    with pytest.raises(SkeletonError, match=r"'y' .*its factors .* do not fit its input .*; give one for each channel"):
+    with pytest.raises(SkeletonError, match=r"'y' .*factors"):
         check_sizes(model)
 
 
@@ -174,7 +172,7 @@ def test_a_forward_pass_of_many_slow_nodes_is_refused():
         node("AveragePool", "input" if place == 0 else f"y{place - 1}", f"y{place}", **pool) for place in range(99)
     ]
     check_sizes(forward_of((1, 200, 200), *nodes[:10]))
-    with pytest.raises(SkeletonError, match=r"the graph is predicted to take .* s for one sample, at most 60 s"):
+    with pytest.raises(SkeletonError, match=r"\b60 s\b"):
         check_sizes(forward_of((1, 200, 200), *nodes))
 
 

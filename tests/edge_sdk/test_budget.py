@@ -90,7 +90,7 @@ def test_where_nothing_fits_it_takes_the_smallest_and_says_so():
     choice = chosen(Known(seconds=5000))
     assert (choice.budget, choice.fits, choice.limited_by) == (0.1, False, BudgetLimit.deadline)
     assert "no budget meets the deadline" in str(choice)
-    assert "with --budget the device takes part at a fixed budget" in choice.advice[0]
+    assert "--budget" in choice.advice[0]
 
 
 def test_where_seconds_do_not_count_memory_alone_decides():
@@ -121,8 +121,8 @@ def test_a_device_whose_budget_saves_little_is_told_what_helps():
     choice = chosen(Known(seconds=100, fixed=0.7))
     assert (choice.budget, choice.fits) == (0.1, True)
     (advice,) = choice.advice
-    assert "fedspu at a budget of 0.1 saves 27% of a round's computing, because the forward pass uses" in advice
-    assert "30 local steps a round instead of 40 or a batch_size below 16" in advice
+    assert "fedspu at a budget of 0.1 saves 27%" in advice
+    assert "batch_size below 16" in advice
 
 
 def test_one_whose_budget_saves_what_it_gives_up_is_told_nothing():

@@ -121,7 +121,7 @@ def test_samples_of_another_shape_than_the_federation_s_are_refused():
     manifest = describe(good.model, X[:2], task="own")
     check_task(good, manifest)
     narrow = task(train=loader(X[:, :7]))
-    with pytest.raises(BadArgument, match=r"a sample has shape \[7\], .* model was published for \[8\]"):
+    with pytest.raises(BadArgument, match=r"\[7\].*\[8\]"):
         check_task(narrow, manifest)
 
 

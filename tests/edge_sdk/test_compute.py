@@ -68,7 +68,7 @@ def train(task):
 @NO_GPU
 def test_without_a_gpu_auto_is_the_processor_and_cuda_is_refused():
     assert choose_device("auto") == choose_device("cpu") == "cpu"
-    with pytest.raises(BadArgument, match=r"--accelerator cuda, but this PyTorch .* give auto or cpu"):
+    with pytest.raises(BadArgument, match="--accelerator cuda"):
         choose_device("cuda")
 
 

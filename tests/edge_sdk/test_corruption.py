@@ -77,15 +77,13 @@ def test_a_higher_severity_is_further_away(name):
 
 
 def test_grey_images_have_no_saturation():
-    with pytest.raises(DataError, match="saturate needs images in colour, these are grey"):
+    with pytest.raises(DataError, match="saturate"):
         corrupted(GREYS, "saturate", 1)
 
 
 @pytest.mark.parametrize("name", ["jpg", "Contrast", "../labels"])
 def test_an_unknown_kind_is_told_with_those_there_are(name):
-    with pytest.raises(
-        DataError, match=r"unknown corruption .*; choose from gaussian_noise, .* with test=published from glass_blur"
-    ):
+    with pytest.raises(DataError, match=r"gaussian_noise, .*test=published .*glass_blur"):
         corrupted(PHOTOS, name, 1)
 
 
@@ -96,7 +94,7 @@ def test_there_are_five_severities(severity):
 
 
 def test_what_is_no_image_of_bytes_is_refused():
-    with pytest.raises(DataError, match=r"needs images of bytes, .* these samples are float32 of shape \(8, 8, 1\)"):
+    with pytest.raises(DataError, match=r"float32 of shape \(8, 8, 1\)"):
         corrupt(np.zeros((2, 8, 8, 1), np.float32), "contrast", 1, seed=0, device=0)
     with pytest.raises(DataError, match="grey or in colour"):
         corrupt(np.zeros((2, 8, 8, 4), np.uint8), "contrast", 1, seed=0, device=0)
@@ -337,25 +335,23 @@ def test_published_arrays_are_read_for_the_devices_slice_of_the_published_test_i
 def test_published_arrays_go_with_the_published_test_images_alone(folder, name):
     with pytest.raises(
         DataError,
-        match=f"corruption={name} exists only for the published test images; add test=published, or choose one of ga",
+        match=f"corruption={name} .*test=published",
     ):
         load(folder, f"corruption={name},severity=1")
 
 
 def test_published_arrays_that_are_missing_or_others_are_explained(folder):
-    with pytest.raises(DataError, match=r"snow\.npy: is missing; put CIFAR-10-C \(zenodo.* beside the data"):
+    with pytest.raises(DataError, match=r"snow\.npy: .*CIFAR-10-C"):
         load(folder, "test=published,corruption=snow,severity=1")
     place = folder / "CIFAR-10-C"
     np.save(place / "snow.npy", np.zeros((40, 32, 32, 3), np.uint8))
-    with pytest.raises(
-        DataError, match=r"contains uint8 of shape \(40, 32, 32, 3\); .* give uint8 \(50, 32, 32, 3\), sev"
-    ):
+    with pytest.raises(DataError, match=r"\(40, 32, 32, 3\).*\(50, 32, 32, 3\)"):
         load(folder, "test=published,corruption=snow,severity=1")
     (place / "snow.npy").write_bytes(b"no array")
     with pytest.raises(DataError, match=r"snow\.npy: cannot be read"):
         load(folder, "test=published,corruption=snow,severity=1")
     np.save(place / "labels.npy", np.zeros(50, np.uint8))
-    with pytest.raises(DataError, match=r"labels differ from those .* give the data in their published order"):
+    with pytest.raises(DataError, match="labels differ"):
         load(folder, "test=published,corruption=fog,severity=1")
     (place / "labels.npy").unlink()
     with pytest.raises(DataError, match=r"labels\.npy: is missing"):
@@ -364,7 +360,7 @@ def test_published_arrays_that_are_missing_or_others_are_explained(folder):
 
 @pytest.mark.parametrize(("task", "data"), [("digits", ""), ("har", "anywhere,")])
 def test_tasks_without_images_of_bytes_refuse(task, data):
-    with pytest.raises(DataError, match=f"corruption=contrast needs images of bytes, which {task} does not have"):
+    with pytest.raises(DataError, match=rf"corruption=contrast .*\b{task}\b"):
         load_task(task, f"{data}index=0,corruption=contrast,severity=1", device="x", seed=0, batch_size=9)
 
 

@@ -433,7 +433,7 @@ def test_tables_that_cannot_be_used_are_explained(folder):
 
 
 def test_what_is_missing_is_named_with_where_to_find_it(folder):
-    with pytest.raises(DataError, match=r"mnist needs data: add --data PATH; give .*yann\.lecun"):
+    with pytest.raises(DataError, match=r"\bmnist\b.*--data PATH.*yann\.lecun"):
         read_dataset(None, MNIST)
     refused(folder / "none", CIFAR10, r"none: No such file or directory; give a folder or file with cifar10\.npz, IDX")
     refused(folder, HAR, r"the folder contains no files, but no samples of har; .* Matey-Sanz")

@@ -177,7 +177,7 @@ def test_a_tied_tensor_is_sent_once_and_moves_once():
     untied = Tied()
     untied.scores.weight = nn.Parameter(untied.words.weight.detach().clone())
     check_model(model, manifest)
-    with pytest.raises(ManifestError, match=r"scores\.weight: must be the same tensor as words\.weight"):
+    with pytest.raises(ManifestError, match=r"^scores\.weight: .*words\.weight"):
         check_model(untied, manifest)
 
 
@@ -256,7 +256,7 @@ def test_a_method_that_cuts_neurons_refuses_attention_when_it_is_published(clien
 @pytest.mark.parametrize("method", NARROW)
 def test_a_method_that_cuts_neurons_names_itself_and_the_layer_it_cannot_follow(method):
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.GRU(6, 3), Last())
-    with pytest.raises(UnsupportedLayer, match=rf"{method}: .* without the dropped neurons 2 fails .*fedavg"):
+    with pytest.raises(UnsupportedLayer, match=rf"{method}: .*\b2\b.*fedavg"):
         describe_for(method, model, torch.randn(2, 4), task="t")
 
 
@@ -269,7 +269,7 @@ def test_pfedgate_refuses_what_it_cannot_run_block_by_block():
         def forward(self, x):
             return super().forward(x if x.sum() > 0 else -x)
 
-    with pytest.raises(UnsupportedLayer, match=r"pfedgate: the model cannot be run with only some of its blocks"):
+    with pytest.raises(UnsupportedLayer, match=r"pfedgate: "):
         describe_for("pfedgate", Deciding(), torch.randn(2, 6), task="t")
 
 
@@ -285,7 +285,7 @@ def test_default_arguments_of_forward_are_traced():
 def test_the_coordinator_wants_coupling_for_methods_that_need_it(client, monkeypatch):
     monkeypatch.setattr(type(load_method("fjord")), "needs_coupling", False)
     monkeypatch.setattr(type(load_method("fjord")), "narrow", False)
-    with pytest.raises(BadArgument, match="fjord trains some neurons of each layer, but this manifest has no coupling"):
+    with pytest.raises(BadArgument, match=r"\bfjord\b.*coupling"):
         publish(inprocess.ADDRESS, "own", task_of(nn.Sequential(nn.Linear(4, 3)), torch.randn(20, 4)),
                 client=client, method="fjord")  # fmt: skip
 
@@ -293,7 +293,7 @@ def test_the_coordinator_wants_coupling_for_methods_that_need_it(client, monkeyp
 @pytest.mark.parametrize("method", ["fedper", "lgfedavg"])
 def test_a_head_that_is_tied_to_the_body_cannot_stay_on_the_device(method):
     manifest = describe_whole(Tied(), words_of(2), task="t")
-    with pytest.raises(BadContent, match=r"words\.weight is also used by words \(tied weights\); choose a method"):
+    with pytest.raises(BadContent, match=r"words\.weight .*\bwords\b.*tied weights"):
         coordinator_half(method).manifest(manifest, FederationSettings(method=method))
 
 
@@ -323,5 +323,5 @@ def test_devices_make_what_is_never_sent_from_the_seed():
 
 
 def test_a_class_is_no_model():
-    with pytest.raises(BadArgument, match=r"model: Recurrent is not a torch\.nn\.Module; .* or Seeded\(Recurrent\)"):
+    with pytest.raises(BadArgument, match=r"^model: Recurrent\b.*Seeded\(Recurrent\)"):
         task_of(Recurrent, words_of())

@@ -200,7 +200,7 @@ def test_equal_seeds_give_equal_bytes_and_the_part_alone_is_enough(manifest, met
 @pytest.mark.parametrize("method", EVERY)
 def test_another_part_is_refused(manifest, method):
     mask = NeuronMask({name: np.array([size - 1]) for name, size in manifest.group_sizes.items()})
-    with pytest.raises(BundleError, match=r"mask differs from the assignment's|has only a part of the model"):
+    with pytest.raises(BundleError, match=r"assignment's|part of the model"):
         load_method(method).train(job_of(manifest, mask=mask))
 
 
@@ -264,7 +264,7 @@ def test_a_model_that_does_not_run_narrow_is_refused():
     model = Fixed()
     received = decode(encode(manifest, pack(manifest, get_tensors(model, manifest), None), None), manifest)
     task = dataclasses.replace(job.task, model=model)
-    with pytest.raises(CannotNarrow, match="choose a method that trains the whole network, such as fedspu"):
+    with pytest.raises(CannotNarrow, match=r"\bfedspu\b"):
         load_method("feddrop").train(
             dataclasses.replace(
                 job, manifest=manifest, task=task, engine=TorchEngine(task, manifest), received=received

@@ -200,11 +200,11 @@ def test_elements_that_do_not_fit_are_refused():
     model, manifest, _, elements = made("images", "two thirds")
     assert isinstance(manifest, Manifest)
     exists = elements["fc2.weight"]
-    with pytest.raises(ValueError, match=r"fc2.weight: .* give booleans of its shape"):
+    with pytest.raises(ValueError, match=r"^fc2\.weight: .*booleans"):
         Freezing(model, manifest, None, {"fc2.weight": exists[1:]})
-    with pytest.raises(ValueError, match=r"fc2.weight: .* give booleans of its shape"):
+    with pytest.raises(ValueError, match=r"^fc2\.weight: .*booleans"):
         Freezing(model, manifest, None, {"fc2.weight": exists.float()})
-    with pytest.raises(ValueError, match=r"fc2.weight: masked weights must be zero; multiply"):
+    with pytest.raises(ValueError, match=r"^fc2\.weight: .*zero"):
         Freezing(model, manifest, None, {"fc2.weight": ~exists})
-    with pytest.raises(ValueError, match="elements for fc9, which the model does not have"):
+    with pytest.raises(ValueError, match=r"\bfc9\b"):
         Freezing(model, manifest, None, {"fc9": exists})

@@ -348,5 +348,5 @@ def test_the_methods_are_found_by_their_names(name, method):
 def test_work_that_a_method_does_not_have_is_a_reason_to_hand_it_back(manifest):
     assert issubclass(UnknownWork, ProtocolError)
     for method, work in ((FEDAVG, "personalise"), (FEDAVG, "prepare"), (LOCAL, "train")):
-        with pytest.raises(UnknownWork, match="does not support work of kind train on this device; update this SDK"):
+        with pytest.raises(UnknownWork, match=r"kind train\b"):
             getattr(method, work)(job_of(manifest))

@@ -216,7 +216,7 @@ def test_directions_of_another_number_are_refused(count):
     signs = np.zeros(count, dtype=np.int8)
     _, job, _ = ten_weights(0.4, VECTOR["d"])
     received = dataclasses.replace(job.received, parts={"signs": signs})
-    with pytest.raises(BundleError, match=f"has {count} directions for 6 weights; fetch it again"):
+    with pytest.raises(BundleError, match=f"{count} directions for 6 weights"):
         replacing(dataclasses.replace(job, received=received))
 
 
@@ -373,9 +373,7 @@ def test_a_round_that_diverges_where_weights_are_replaced_has_failed():
     """The loss of the last step was finite, the weights after it are not; the model can be used for the next round."""
     job = job_of(MLP, examples=8, local_epochs=1, learning_rate=100.0)
     huge = dataclasses.replace(job.task, loss=lambda outputs, targets: 1e36 * F.cross_entropy(outputs, targets))
-    with pytest.raises(
-        TrainingDiverged, match=r"weight or its gradient is not finite after step 1.*lower the learning"
-    ):
+    with pytest.raises(TrainingDiverged, match=r"step 1\b"):
         FEDSGC.train(dataclasses.replace(job, task=huge, engine=TorchEngine(huge, job.manifest)))
     assert all(parameter.grad is None and parameter.requires_grad for parameter in job.engine.model.parameters())
     calm = job_of(MLP, local_epochs=1)

@@ -142,7 +142,7 @@ def test_an_infinite_gradient_of_a_kept_zero_counts_as_zero():
 
 
 def test_another_model_than_the_manifests_is_refused():
-    with pytest.raises(ManifestError, match=r"layers.0.weight: .* publish and train the same model"):
+    with pytest.raises(ManifestError, match=r"^layers\.0\.weight: "):
         Freezing(Chain(1, 3, 2, 1), CHAIN, None)
     with pytest.raises(ManifestError, match=r"layers.3.weight"):
         Freezing(Chain(1, 2, 2, 2, 1), CHAIN.model_copy(update={"tensors": (*CHAIN.tensors[:2], third())}), None)

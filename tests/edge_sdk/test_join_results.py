@@ -81,7 +81,7 @@ def test_files_in_the_wrong_place_are_refused(client, tmp_path):
 
 def test_a_federation_that_is_not_there_brings_those_that_are(client, tmp_path):
     publish(inprocess.ADDRESS, "kitchen", "digits", client=client)
-    with pytest.raises(Refused, match=r"no federation 'kitchn'; there are kitchen \(did you mean kitchen\?\)"):
+    with pytest.raises(Refused, match=r"'kitchn'.*\bkitchen\b"):
         join(inprocess.ADDRESS, digits(0), client=client, federation="kitchn", state_dir=tmp_path / "s", quiet=True)
 
 
@@ -96,9 +96,7 @@ def test_a_device_whose_rounds_all_fail_ends_with_the_reason(client, tmp_path, m
     )  # after each failure it rests: here there is no need
     publish(inprocess.ADDRESS, "default", exploding(), client=client, rounds=50, min_devices=1)
     where = {"client": client, "name": "pi", "state_dir": tmp_path / "state", "options": ALONE}
-    with pytest.raises(
-        NothingTrained, match=rf"pi has trained nothing: {FAILURES} rounds in a row failed: the loss is nan .*lower"
-    ):
+    with pytest.raises(NothingTrained, match=rf"^pi\b.*\b{FAILURES} rounds\b.*\bnan\b"):
         join(inprocess.ADDRESS, exploding(), quiet=True, **where)
     records = client.get("/v1/federations/default/rounds").json()
     assert len(records) <= FAILURES + 1  # it left: no round waits for it
@@ -107,7 +105,7 @@ def test_a_device_whose_rounds_all_fail_ends_with_the_reason(client, tmp_path, m
 def test_a_device_that_comes_to_the_end_of_a_failed_federation_says_so(client, tmp_path):
     publish(inprocess.ADDRESS, "default", exploding(), client=client, rounds=1, min_devices=1, finetune_epochs=1)
     where = {"client": client, "name": "pi", "state_dir": tmp_path / "state", "options": ALONE}
-    with pytest.raises(NothingTrained, match="pi has trained nothing: the last round failed: the loss"):
+    with pytest.raises(NothingTrained, match=r"^pi\b.*\bloss\b"):
         join(inprocess.ADDRESS, exploding(), quiet=True, **where)
 
 
@@ -181,7 +179,7 @@ def test_a_device_below_pfedgate_s_least_budget_is_told_and_adapts_a_model_worth
     )
     with caplog.at_level(logging.WARNING, "edge_sdk.device.session"):
         *_, least, less = together(client, tmp_path, "default", [0.5, 0.5, 0.1, 0.2])
-    assert "your budget of 0.1 is below the 0.5 that pfedgate needs" in caplog.text
+    assert "budget of 0.1" in caplog.text
     for result in (least, less):
         assert result.adapted
         assert result.accuracy_after > result.accuracy_before - 0.05

@@ -127,7 +127,7 @@ def test_methods_and_models_without_a_place_for_it_are_refused_by_the_coordinato
     settings = job.assignment.settings
     for method in ("fedavg", "fedspu", "fjord", "hermes"):
         check_adjustment(load_server_half(method), job.manifest, settings)
-    with pytest.raises(BadContent, match="fedsgc has no model with the same outputs"):
+    with pytest.raises(BadContent, match=r"\bfedsgc\b"):
         check_adjustment(load_server_half("fedsgc"), job.manifest, settings.model_copy(update={"method": "fedsgc"}))
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3, bias=False))
     manifest = describe(model, torch.randn(2, 6), task="t")

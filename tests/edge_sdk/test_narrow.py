@@ -148,7 +148,7 @@ def test_a_grouped_convolution_is_refused_by_name():
     def build():
         return nn.Sequential(nn.Conv2d(1, 4, 1), nn.Conv2d(4, 8, 1, groups=2), nn.Flatten(), nn.Linear(8 * 4, 2))
 
-    with pytest.raises(CannotNarrow, match=r"^1: a grouped convolution .* such as fedspu"):
+    with pytest.raises(CannotNarrow, match=r"^1: .*\bfedspu\b"):
         narrow_of(build, (1, 2, 2), 0.5)
 
 
@@ -162,7 +162,7 @@ def test_attention_is_refused():
             x = self.embed(x)
             return self.out(self.attention(x, x, x, need_weights=False)[0].mean(1))
 
-    with pytest.raises(CannotNarrow, match="this model cannot be trained with fewer neurons"):
+    with pytest.raises(CannotNarrow, match="fewer neurons"):
         narrow_of(Attention, (5, 3), 0.5)
 
 

@@ -261,7 +261,7 @@ def test_recordings_are_not_divided_and_the_test_set_has_at_least_its_share():
         assert len(parts.test) >= 30
         assert len(parts.validation) <= 0.15 * (100 - len(parts.test)) or len(set(runs[parts.validation])) == 1
     assert len(split(100, 0, None, 0.15, runs).test) == 0
-    with pytest.raises(DataError, match=r"2 unbroken recordings \(run\) cannot be split .* give 3 or more"):
+    with pytest.raises(DataError, match=r"\b2\b.*\(run\).*\b3\b"):
         split(100, 0, runs=np.arange(100) // 50)
 
 

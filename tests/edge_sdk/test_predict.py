@@ -105,10 +105,10 @@ def test_a_file_says_what_it_is(model):
 
 
 def test_a_provider_that_is_not_there_is_refused_and_what_there_is_named(model):
-    with pytest.raises(PredictError, match=r"unknown provider 'tpu'; choose one of cpu, cuda, tensorrt"):
+    with pytest.raises(PredictError, match=r"'tpu'.*cpu, cuda, tensorrt"):
         Predictor(model, provider="tpu")
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-        with pytest.raises(PredictError, match=r"does not support cuda; choose one of cpu, or install onnxruntime-gpu"):
+        with pytest.raises(PredictError, match=r"\bcuda\b.*onnxruntime-gpu"):
             Predictor(model, provider="cuda")
 
 
@@ -193,7 +193,7 @@ def test_a_newer_file_that_cannot_be_used_is_told_once_and_the_old_model_stays(m
     np.testing.assert_allclose(watched(SAMPLES), SAMPLES @ WEIGHT.T)
     assert len(troubles) == 2
     assert "not a model that ONNX Runtime can load" in troubles[0]
-    assert "its input is float32 (2,) and its output (4,), instead of float32 (3,)" in troubles[1]
+    assert "float32 (2,)" in troubles[1]
     save(model, 3 * WEIGHT)
     assert watched.refresh()
     np.testing.assert_allclose(watched(SAMPLES), 3 * SAMPLES @ WEIGHT.T)

@@ -176,7 +176,7 @@ def received(seed):
 def test_squares_that_are_not_finite_fail():
     job = job_of(scale=1e30)
     job.task.train[0][0][:] = float("inf")
-    with pytest.raises(TrainingDiverged, match=r"conv\.weight: a squared gradient is not finite"):
+    with pytest.raises(TrainingDiverged, match=r"conv\.weight: .*not finite"):
         squared_gradients(job, "gradients")
 
 

@@ -176,7 +176,7 @@ def test_hermes_rounds_the_difference_from_what_it_was_sent():
 def test_hermes_needs_accuracy_to_prune_by():
     job = job_of(GRADUAL)
     job = dataclasses.replace(job, task=dataclasses.replace(job.task, classification=False))
-    with pytest.raises(UnknownWork, match="this task has no accuracy; ask the operator to set pruning = once"):
+    with pytest.raises(UnknownWork, match="pruning = once"):
         HERMES.train(job)
 
 
@@ -206,7 +206,7 @@ def test_fedmp_trains_the_network_that_was_pruned_for_it():
 
 
 def test_fedmp_refuses_neurons_of_another_ratio():
-    with pytest.raises(BundleError, match=r"does not fit an active ratio of 0\.3; fetch the assignment"):
+    with pytest.raises(BundleError, match=r"active ratio of 0\.3\b"):
         FEDMP.train(job_of(BANDIT, 0.3, mask=first_neurons(MANIFEST, 0.4)))
 
 

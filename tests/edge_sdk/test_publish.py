@@ -239,7 +239,7 @@ def test_a_step_that_cannot_be_compiled_is_left_out_and_why_is_said(
     data = [(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))]
     publish(inprocess.ADDRESS, "own", Task("mine", model, F.cross_entropy, data, data), client=client)
     (line,) = said_by_publish(caplog)
-    assert "mine is published without its training step, so devices need PyTorch: " in line
+    assert "without its training step" in line
     assert reason in line
     assert "\n" not in line
     assert list(Manifest.model_validate_json(client.get("/v1/federations/own/manifest").content).graphs) == ["skeleton"]
@@ -306,7 +306,7 @@ def test_what_is_there_already_is_not_uploaded_again(guarded, monkeypatch):
     assert publish(inprocess.ADDRESS, "wide", wide(1), exist_ok=True, client=guarded, rounds=2).uid == first.uid
     assert 0 < guarded.moved < 5_000
     guarded.moved = 0
-    with pytest.raises(Refused, match="method: asked for fedavg, it has fedspu; rounds: asked for 50, it has 2"):
+    with pytest.raises(Refused, match=r"method: .*\bfedavg\b.*\bfedspu\b.*rounds: .*\b50\b.*\b2\b"):
         publish(inprocess.ADDRESS, "wide", wide(1), exist_ok=True, client=guarded, method="fedavg", rounds=50)
     assert guarded.moved < 5_000
     narrow = Task("wide", nn.Sequential(nn.Linear(4, 2)), F.cross_entropy, wide(0).train, wide(0).train)

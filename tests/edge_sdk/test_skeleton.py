@@ -88,14 +88,14 @@ def test_a_tensor_that_the_forward_pass_does_not_read_is_named():
     model = nn.Sequential(nn.Linear(3, 2))
     model.register_buffer("extra", torch.ones(2))
     example = torch.zeros(1, 3)
-    with pytest.raises(ManifestError, match=r"extra: the exported forward pass does not read it.*persistent=False"):
+    with pytest.raises(ManifestError, match=r"\bextra: .*persistent=False"):
         make_skeleton(model, example, describe(model, example, task="test"))
 
 
 def test_another_model_is_refused(manifest):
     model = Residual()
     model.out = nn.Linear(4, 5)
-    with pytest.raises(ManifestError, match=r"out\.weight: exported with shape \(5, 4\)"):
+    with pytest.raises(ManifestError, match=r"out\.weight: .*\(5, 4\)"):
         make_skeleton(model, EXAMPLE, manifest)
 
 

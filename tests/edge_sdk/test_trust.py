@@ -167,7 +167,7 @@ def test_a_known_publication_is_not_fetched_again(coordinator, join):
 def test_a_publication_that_was_changed_is_refused(coordinator, join, name, spoilt):
     published(coordinator)
     join.lying.answers["/publication"] = changed(publication=lambda old: {**old, name: spoilt(old[name])})
-    with pytest.raises(BadPublication, match="the signature of the publication is not valid"):
+    with pytest.raises(BadPublication, match="signature"):
         join()
 
 
@@ -204,7 +204,7 @@ def test_a_manifest_that_sends_more_than_was_published_is_refused(coordinator, j
         signed_by(AUTHOR, coordinator, manifest=other.digest, edition=2), other.text
     )
     if "0.weight" in {spec["name"] for spec in shown["tensors"]}:
-        with pytest.raises(BadPublication, match=r"the tensor 0\.weight differs from the signed manifest"):
+        with pytest.raises(BadPublication, match=r"0\.weight\b"):
             join()
     assert kept.publisher == AUTHOR.public
 
@@ -213,7 +213,7 @@ def test_another_publisher_is_refused_until_the_owner_accepts_it(coordinator, jo
     published(coordinator)
     join()
     swap(join, signed_by(OTHER, coordinator))
-    with pytest.raises(BadPublication, match=f"signed by another publisher: .* sparrow trust {OTHER.fingerprint}"):
+    with pytest.raises(BadPublication, match=f"another publisher.* sparrow trust {OTHER.fingerprint}"):
         join()
     join.trust(OTHER.fingerprint)
     assert OTHER.fingerprint in join().trust.line
@@ -236,7 +236,7 @@ def test_a_pinned_publisher_is_the_only_one(coordinator, join):
         join(publisher=OTHER.fingerprint)
     assert "(pinned)" in join(publisher=AUTHOR.fingerprint.replace("-", "")).trust.line
     join.lying.answers["/v1/federations/f"] = changed(publisher=None, publication=None)
-    with pytest.raises(BadPublication, match="is not signed, but this device accepts only the publisher"):
+    with pytest.raises(BadPublication, match="not signed"):
         join(publisher=AUTHOR.fingerprint)
 
 
@@ -257,9 +257,9 @@ def test_the_same_publishers_replacement_is_logged_and_an_older_one_refused(coor
     join()
     swap(join, signed_by(AUTHOR, coordinator, edition=2))
     join()
-    assert "the publisher has replaced the publication of f: edition 2" in caplog.text
+    assert "f: edition 2" in caplog.text
     swap(join, first)
-    with pytest.raises(BadPublication, match="went back from edition 2 of the model to 1"):
+    with pytest.raises(BadPublication, match=r"edition 2 .*\b1\b"):
         join()
 
 
@@ -268,7 +268,7 @@ def test_a_pinned_model_is_not_replaced(coordinator, join):
     join(pin_model=True)
     graphs = {**load_builtin("digits").manifest.graphs, "preparation": 64 * "a"}
     swap(join, signed_by(AUTHOR, coordinator, edition=2, graphs=graphs))
-    with pytest.raises(BadPublication, match=r"accepts only the first one \(--pin-model\)"):
+    with pytest.raises(BadPublication, match="--pin-model"):
         join(pin_model=True)
     assert join() is not None
 
@@ -323,7 +323,7 @@ def test_too_few_local_steps_are_refused(coordinator, join):
 
 def test_the_owner_demands_more_than_the_author(coordinator, join):
     published(coordinator)
-    with pytest.raises(BadPublication, match=r"cohort is 1, allowed is cohort>=10 \(--require\)"):
+    with pytest.raises(BadPublication, match=r"cohort is 1\b.*cohort>=10.*--require"):
         join(ranges=read_ranges(["cohort>=10"]))
 
 
@@ -342,7 +342,7 @@ def test_first_weights_that_were_not_published_are_refused(coordinator, join):
 
 
 def test_settings_outside_of_their_own_ranges_are_refused_before_anything_is_sent(coordinator):
-    with pytest.raises(BadArgument, match=r"allow: .* cohort is 1, allowed is cohort>=10"):
+    with pytest.raises(BadArgument, match=r"allow: .*cohort is 1\b.*cohort>=10"):
         published(coordinator, allow=["cohort>=10"])
     with pytest.raises(BadArgument, match="allow: 'rounds>=3': rounds has no range"):
         published(coordinator, allow=["rounds>=3"])
@@ -380,7 +380,7 @@ def test_a_federation_that_was_secure_stays_so(coordinator, join):
     published(coordinator, secure=True, **wide)
     session = join()
     join.lying.answers["/v1/federations/f"] = with_settings(secure=False, secure_metrics=None)
-    with pytest.raises(BadPublication, match=r"unmasked update .secure=false. in a secure federation"):
+    with pytest.raises(BadPublication, match="secure=false"):
         join()
     assert session.trust.admitted.accepted.secure
 

@@ -246,14 +246,14 @@ def test_weights_of_other_types_stay():
 
 
 def test_old_operators_are_refused():
-    with pytest.raises(ExportError, match=r"version 12, packing needs 13; convert it with onnx\.version_converter"):
+    with pytest.raises(ExportError, match=r"\b12\b.*\b13\b"):
         pack(multiply(sparse((64, 64), 0.1), opset=12))
 
 
 def test_data_outside_the_model_is_refused():
     model = multiply(sparse((64, 64), 0.1))
     model.graph.initializer[0].data_location = TensorProto.EXTERNAL
-    with pytest.raises(ExportError, match="'weight' is stored in a separate file; load the model with"):
+    with pytest.raises(ExportError, match=r"'weight'.*file"):
         pack(model)
 
 

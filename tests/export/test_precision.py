@@ -348,7 +348,7 @@ def test_outputs_that_are_no_classes_must_be_close(max_fall, precision):
 def test_labels_of_outputs_that_are_not_class_scores_are_refused():
     model = linear(np.random.default_rng(0).normal(size=(30, 1)).astype(np.float32))
     inputs = np.random.default_rng(1).normal(size=(50, 30)).astype(np.float32)
-    with pytest.raises(ExportError, match=r"outputs have the shape \(1,\); leave the labels out of --data"):
+    with pytest.raises(ExportError, match=r"shape \(1,\).*--data"):
         choose(model, inputs, inputs, np.zeros(50, int))
 
 

@@ -43,7 +43,5 @@ def _broken_package(tmp_path, monkeypatch):
     ],
 )
 def test_a_package_that_cannot_be_imported_is_named(use, error):
-    with pytest.raises(
-        error, match=r"'broken' is registered as nothing_there:X, which cannot be imported .*nothing_there"
-    ):
+    with pytest.raises(error, match=r"'broken'.*nothing_there:X.*nothing_there"):
         use()

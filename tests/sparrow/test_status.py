@@ -196,8 +196,8 @@ def test_the_link_for_phones_is_printed_with_its_qr_code(sparrow, open_lab, name
     link = f"{server}/join/default"
     code, out, err = sparrow("status", "default", "--server", server, "--join-link")
     assert (code, out) == (0, f"{link}\n\n{code_of(link)}")
-    assert "sparrow status: Over plain http, phones cannot keep their screen on" in err
-    assert "HTTPS: give the coordinator a certificate" in err
+    assert "plain http" in err
+    assert "HTTPS" in err
     code, out, _ = sparrow("status", "default", "--server", f"{server}/", "--join-link", "--json")
     assert (code, json.loads(out)) == (0, {"link": link})
 
@@ -246,7 +246,7 @@ def test_no_link_is_made_that_leads_phones_nowhere(fails, open_lab, named, monke
     line = fails(Exit.USAGE, "status", "default", "--server", "https://localhost", "--join-link")
     assert line.endswith("sparrow status default --server https://HOST --join-link")
     line = fails(Exit.NOT_FOUND, "status", "alone", "--server", named(open_lab), "--join-link")
-    assert "pages cannot take part in alone: ditto needs devices with the SDK" in line
+    assert "ditto needs devices" in line
     assert "there is no federation 'none'" in fails(
         Exit.NOT_FOUND, "status", "none", "--server", named(open_lab), "--join-link"
     )

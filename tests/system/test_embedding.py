@@ -184,7 +184,7 @@ def test_what_is_raised_while_it_is_told_ends_the_work(coordinator, client, wher
 def test_a_task_is_named_or_the_federations(coordinator, where):
     coordinator.create("default", **{**BRIEF, "rounds": 1})
     server = where.pop("server")
-    with pytest.raises(BadArgument, match="trains 'digits', not 'mnist'; give 'digits'"):
+    with pytest.raises(BadArgument, match=r"'digits'.*'mnist'"):
         join(server, "mnist", **where)
     with pytest.raises(BadArgument, match="data needs a task known by name"):
         join(server, load_task("digits", None, device="pi", seed=0, batch_size=8), **where)

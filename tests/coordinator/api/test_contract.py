@@ -1198,7 +1198,7 @@ def test_a_second_coordinator_on_the_same_folder_is_refused(client, settings_of)
             pass
 
     assert client.get("/healthz").status_code == 200
-    with pytest.raises(errors.DataInUse, match=r"another coordinator uses .*; stop it, run uvicorn with one worker"):
+    with pytest.raises(errors.DataInUse, match="another coordinator"):
         asyncio.run(start_another())
     assert client.get("/readyz").status_code == 200
 

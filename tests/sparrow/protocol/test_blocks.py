@@ -150,7 +150,7 @@ def test_groups_have_a_share_of_the_budget_each():
     assert np.flatnonzero(table.select(importances[0], 0.7)).tolist() == [0, 1, 2, 3, 4]
     among = np.array([True, True, False, False, True, False, True])
     assert np.flatnonzero(table.select(importances[0], 0.7, among=among, groups=groups)).tolist() == [0, 1, 4, 6]
-    with pytest.raises(ValueError, match=r"the blocks of linear that are always on cost 10 of 30.*smallest is 0.334"):
+    with pytest.raises(ValueError, match=r"\blinear\b.*10 of 30\b.*0\.334"):
         table.select(importances, 0.3, groups=groups)
 
 
@@ -207,7 +207,7 @@ def test_costs_and_what_may_be_chosen():
     among = np.array([False, False, True, False, False, True])
     assert np.flatnonzero(table.select(importances, 0.7, costs, among)).tolist() == [0, 2, 3, 5]
     assert table.smallest_share(costs) == pytest.approx(1 / 3)
-    with pytest.raises(ValueError, match=r"cost 11 of 33, more than a budget of 0.3: the smallest is 0.334; raise"):
+    with pytest.raises(ValueError, match=r"11 of 33\b.*budget of 0\.3\b.*0\.334"):
         table.capacity(0.3, costs)
 
 

@@ -259,9 +259,7 @@ def test_a_mask_that_is_not_held_here_cannot_be_named(changes, whose):
     held = some(manifest, 0.3)
     body = encode(manifest, noise(count_values(manifest, but_for(held, *changes))), but_for(held, *changes), known=held)
     other = some(manifest, 0.3, seed=1) if whose == "another" else None
-    with pytest.raises(
-        BundleError, match=f"refers to the mask '{held.digest[:12]}', which is not stored here; ask for the"
-    ):
+    with pytest.raises(BundleError, match=f"mask '{held.digest[:12]}'"):
         decode(body, manifest, other)
 
 
@@ -303,7 +301,7 @@ def test_whole_numbers_and_scales_come_back(small, kind):
 
 
 def test_int8_values_must_be_quantised_first(small):
-    with pytest.raises(BundleError, match=r"are differences; quantise them with protocol\.quantization"):
+    with pytest.raises(BundleError, match=r"protocol\.quantization"):
         encode(small, noise(small.shared_values), None, precision="int8")
     with pytest.raises(BundleError, match="the mask covers 134"):
         encode(small, Quantised(np.zeros(3, np.int8), np.zeros(1, np.float32)), None)
@@ -414,19 +412,19 @@ def test_gradients_come_back(small):
 @pytest.mark.parametrize("count", [73, 134])
 def test_more_numbers_than_are_expected_are_refused(small, count):
     body = encode(small, noise(small.shared_values), None, parts={"gradients": noise(count)})
-    with pytest.raises(BundleError, match=f"gradients: {4 * count} bytes, at most 288 are expected"):
+    with pytest.raises(BundleError, match=rf"gradients: {4 * count} bytes.*\b288\b"):
         decode(body, small)
 
 
 def test_a_part_that_is_not_expected_is_refused(small):
     body = encode(small, noise(small.shared_values), None, parts={"gradients": noise(72)})
-    with pytest.raises(BundleError, match="'gradients' is not a part of this message, which may have values"):
+    with pytest.raises(BundleError, match=r"'gradients'.*\bvalues\b"):
         decode_bundle(body, small)
 
 
 @pytest.mark.parametrize("numbers", [np.zeros((2, 3), np.float32), np.zeros(3), np.zeros(3, np.int32)])
 def test_numbers_of_other_types_are_not_sent(small, numbers):
-    with pytest.raises(BundleError, match=r"cannot be sent; give float32 \[n\], or int8 \[n\]"):
+    with pytest.raises(BundleError, match=r"float32 \[n\], or int8 \[n\]"):
         encode(small, noise(small.shared_values), None, parts={"found": numbers})
 
 
@@ -584,12 +582,12 @@ def test_the_largest_fp16_and_the_smallest_float_survive():
 
 
 def test_values_are_counted_before_they_are_written(small):
-    with pytest.raises(BundleError, match=r"\(3,\) values given, but the mask covers 134; pack them with masks.pack"):
+    with pytest.raises(BundleError, match=r"\(3,\).*\b134\b"):
         encode(small, np.zeros(3, dtype=np.float32), None)
 
 
 def test_a_bundle_of_another_model_is_refused(small):
-    with pytest.raises(BundleError, match="made for another model; fetch the federation's manifest again"):
+    with pytest.raises(BundleError, match="another model"):
         decode(encode(small, noise(small.shared_values), None), wide(small.shared_values))
 
 
@@ -605,7 +603,7 @@ def test_a_value_that_is_not_finite_is_named_by_its_tensor(small, sign, take_apa
     header, data = take_apart(encode(small, np.zeros(small.shared_values, np.float32), None))
     place = sum(spec.size for spec in small.shared[:6]) * 4  # the first value of fc.weight
     data = data[:place] + struct.pack("<f", math.nan) + data[place + 4 :]
-    with pytest.raises(BundleError, match=r"fc\.weight: a value is not finite; do not send this update"):
+    with pytest.raises(BundleError, match=r"fc\.weight: .*not finite"):
         decode(sign(header, data), small)
 
 

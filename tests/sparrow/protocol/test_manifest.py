@@ -147,7 +147,7 @@ def test_published_values_are_taken_where_the_recipe_says_so():
     assert values["fc.bias"].tolist() == [0, 1, 2, 3]
     published["fc.bias"][0] = 9
     assert values["fc.bias"][0] == 0, "a copy, not the caller's array"
-    with pytest.raises(ManifestError, match=r"fc\.bias: its initial values must be published with the manifest"):
+    with pytest.raises(ManifestError, match=r"\bfc\.bias: "):
         initial_values(model(spec), 0)
 
 

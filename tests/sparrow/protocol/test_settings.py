@@ -68,14 +68,14 @@ def test_bounds_include_what_is_allowed(field, value):
 
 def test_momentum_belongs_to_sgd():
     assert FederationSettings(momentum=0.9).momentum == 0.9
-    with pytest.raises(ValidationError, match="momentum belongs to the optimizer sgd; remove it for adam"):
+    with pytest.raises(ValidationError, match=r"\bmomentum\b.*\bsgd\b.*\badam\b"):
         FederationSettings(momentum=0.9, optimizer="adam")
 
 
 def test_a_relative_clip_that_shortens_every_round_is_refused():
     assert FederationSettings(relative_clip=0).relative_clip == 0
     for share in (0.5, 1):
-        with pytest.raises(ValidationError, match="would shrink updates from round to round; set more than 1, or 0"):
+        with pytest.raises(ValidationError, match=r"\b1, or 0\b"):
             FederationSettings(relative_clip=share)
 
 

@@ -142,7 +142,7 @@ def test_density_one_keeps_every_weight(rule, manifest):
 @pytest.mark.parametrize("density", [0, -0.1, 1.01, math.nan])
 def test_densities_that_are_no_share_are_refused(rule, density):
     for function in (layer_densities, layer_counts):
-        with pytest.raises(ValueError, match=f"density is {density}; the share of weights kept must lie in"):
+        with pytest.raises(ValueError, match=f"density is {density}; "):
             function(MNIST, density, rule)
 
 
@@ -170,7 +170,7 @@ def test_the_first_layer_may_be_dense_and_the_others_alike(manifest, density):
 
 @pytest.mark.parametrize("density", [0.05, 0.5])
 def test_a_first_layer_that_is_too_large_to_be_dense_is_told(density):
-    with pytest.raises(ValueError, match=f"density is {density}; the first layer has more: use another rule"):
+    with pytest.raises(ValueError, match=f"density is {density}; .*first layer"):
         layer_densities(model((60, 10), (10, 60)), density, "uniform_first_dense")
     with pytest.raises(ValueError, match="the first layer has more"):
         layer_densities(model((60, 10)), density, "uniform_first_dense")

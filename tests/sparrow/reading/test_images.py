@@ -97,7 +97,7 @@ def test_other_files_are_said_by_suffix(save, read, tmp_path):
     (tmp_path / "empty").mkdir()
     words = said(read()[""])
     assert "2 .txt, 1 without suffix" in words
-    assert "1 file beside the folders of classes was left out: 1 .md" in words
+    assert "1 .md" in words
     assert "not used as classes: empty" in words
 
 
