@@ -150,20 +150,13 @@ function showAll() {
 function stateOf(federation) {
   return [
     `${federation.method} on ${federation.task}`,
+    federation.smallest_sum != null && `secure sums of at least ${federation.smallest_sum} devices (c = ${federation.settings.secure_colluders} may collude)`,
     federation.reason && `ended: ${REASONS[federation.reason] ?? federation.reason}`,
     federation.waiting_for && `waiting for ${federation.waiting_for}`,
     federation.rollback_version != null && `goes back to model ${federation.rollback_version} when this round has closed`,
-    federation.smallest_sum != null && secureOf(federation),
     federation.replacing && "takes a new version of its model when this round has closed",
     !federation.global_model_usable && "its global model cannot be used alone: devices export their own",
   ].filter(Boolean).join("; ");
-}
-
-/** The privacy of a secure federation in words. */
-function secureOf({ smallest_sum: least, settings }) {
-  const colluders = settings.secure_colluders;
-  const help = colluders ? `, even with the help of ${many(colluders, "device")}` : "";
-  return `secure: the coordinator sees only sums of at least ${least} devices${help} (c = ${colluders})`;
 }
 
 const sum = (of) => rounds.reduce((total, point) => total + of(point), 0);
@@ -201,7 +194,7 @@ function showHealth() {
   ]);
   $("all-notices").classList.toggle("unused", !notices.length);
   put("all-notices-count", many(notices.length, "notice"));
-  const texts = notices.map((each) => told(each).join(" "));
+  const texts = notices.map((each) => told(each).map((text) => text.replace(/\.?$/, ".")).join(" "));
   if ($("notices").dataset.of !== texts.join("\n")) {
     $("notices").dataset.of = texts.join("\n");
     $("notices").replaceChildren(...texts.map((textContent) => element("li", { textContent })));
@@ -455,7 +448,8 @@ $("sign-out").addEventListener("click", async () => {
 });
 $("join-copy").addEventListener("click", async () => {
   const { copy } = await import("./copy.js").catch(() => ({}));
-  put("join-copied", (await copy?.($("join-command"))) ? "Copied." : "The browser did not allow it: select the command and copy it.");
+  if (copy) copy($("join-command"), $("join-copied"));
+  else fail("The coordinator did not answer: try again.");
 });
 // Most who look at a page invite nobody: what that takes is loaded when it is asked for.
 $("invite").addEventListener("click", async () => {

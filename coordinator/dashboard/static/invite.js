@@ -2,6 +2,7 @@
 // enrolment token of their own if devices need one; here they are gone with the dialog, as is a token typed by hand.
 
 import { element } from "./charts.js";
+import { copies } from "./copy.js";
 import { many, seconds, until } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
@@ -46,7 +47,6 @@ function show({ link, svg, hints }) {
   $("invitation-text").value = link;
   $("invitation-code").src = `data:image/svg+xml,${encodeURIComponent(svg)}`;
   $("invitation-hints").replaceChildren(...hints.map((text) => element("li", { textContent: text })));
-  $("invitation-copy").hidden = !navigator.clipboard; // which browsers have over HTTPS and on this machine
   $("invitation-link").hidden = false;
   $("invitation-text").focus({ preventScroll: true }); // or the code might be scrolled away
 }
@@ -77,9 +77,6 @@ $("invitation-limits").addEventListener("submit", (event) => {
   make("invitations", { uses: Number(limits.uses.value), seconds: Number(limits.seconds.value), note: limits.note.value });
 });
 $("invitation-text").addEventListener("focus", () => $("invitation-text").select());
-$("invitation-copy").addEventListener("click", async () => {
-  const copied = await navigator.clipboard.writeText($("invitation-text").value).then(() => true, () => false);
-  $("invitation-copied").textContent = copied ? "Copied." : "The browser did not allow it: select the link and copy it.";
-  if (!copied) $("invitation-text").focus();
-});
+copies($("invitation-copy"), $("invitation-text"), $("invitation-copied"));
+copies($("invitation-command-copy"), $("invitation-command"), $("invitation-copied"));
 dialog.addEventListener("close", forget);

@@ -2,6 +2,7 @@
 
 import { call } from "./calls.js";
 import { element } from "./charts.js";
+import { copies } from "./copy.js";
 import { many, seconds, until } from "./text.js";
 
 const WHERE = "tokens-problem";
@@ -106,14 +107,10 @@ form.addEventListener("submit", async (event) => {
   forget();
   $("tokens-made-title").textContent = `The new ${made.kind} token, shown only now`;
   $("tokens-secret").value = made.secret;
-  $("tokens-copy").hidden = !navigator.clipboard; // which browsers have over HTTPS and on this machine
   $("tokens-made").hidden = false;
   $("tokens-secret").focus();
   await list();
 });
 $("tokens-secret").addEventListener("focus", () => $("tokens-secret").select());
-$("tokens-copy").addEventListener("click", async () => {
-  const copied = await navigator.clipboard.writeText($("tokens-secret").value).then(() => true, () => false);
-  $("tokens-copied").textContent = copied ? "Copied." : "The browser did not allow it: select the token and copy it.";
-});
+copies($("tokens-copy"), $("tokens-secret"), $("tokens-copied"));
 dialog.addEventListener("close", forget);
