@@ -1,4 +1,4 @@
-"""Make a release in dist/: source archive, wheel, and notes; refuse one that is not ready. Used by `make release`.
+"""Build a release in dist/ after checks: source archive, wheel and notes. Used by `make release`.
 
 It publishes nothing, and ends with the commands that would.
 """
@@ -18,7 +18,7 @@ SECTION = re.compile(r"^## (?P<version>\S+), (?P<date>.+)$", re.MULTILINE)
 
 
 def run(*command: object) -> str:
-    """Run a command in the repository and return its output; end with what it said if it fails."""
+    """Run a command in the repository and return its output. Raises SystemExit with its output if it fails."""
     environment = {**os.environ, "SPARROW_RELEASE": "1"}
     # An installation in another environment must not find this checkout.
     environment.pop("PYTHONPATH", None)
@@ -43,7 +43,7 @@ def notes() -> tuple[str, str]:
 
 
 def main() -> None:
-    """Check, build, try, and say what comes next."""
+    """Check, build and test the release, and print the next commands."""
     if run("git", "status", "--porcelain"):
         sys.exit("there are changes that no commit has; commit them, or release from a fresh clone")
     version, text = notes()

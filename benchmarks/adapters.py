@@ -1,12 +1,12 @@
-"""``python -m benchmarks.adapters --data DIR``: LoRA against whole fine-tuning, of a text model, by federated rounds.
+"""``python -m benchmarks.adapters --data DIR``: compare LoRA with full fine-tuning of a text model.
 
     python -m benchmarks.adapters --data DIR         every trial that is not recorded, and the page; DIR:
     shakespeare.npz python -m benchmarks.adapters page               write the page of the recorded results
 
-A small transformer is pre-trained here, at one place, on roles that take no part; then it is fine-tuned by FedAvg on
-devices that each have one role, whole or by adapters (LoRA of ``peft`` on every linear layer). Settings of both were
-chosen on validation data among ``RATES``, in half as many rounds. Accuracy is that of the next character, over the
-devices' own last tenths. Rows are in ``benchmarks/rows/adapters.jsonl``; extra ``adapters``.
+A small transformer is pre-trained centrally on separate roles. Then FedAvg fine-tunes it on devices with one role each,
+fully or by adapters (LoRA of ``peft`` on every linear layer). The learning rates were chosen from ``RATES`` on
+validation data, in half as many rounds. Accuracy is of the next character in the last tenth of each role. Rows:
+``benchmarks/rows/adapters.jsonl``. Needs the extra ``adapters``.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Text(nn.Module):
 
 
 def tuned(model: nn.Module, how: str) -> nn.Module:
-    """Return the model to fine-tune: as it is, or with adapters beside each linear layer of its blocks."""
+    """Return the model to fine-tune, unchanged or with adapters at each linear layer of its blocks."""
     if how == "whole":
         return model
     if find_spec("torchvision") is not None:
@@ -100,7 +100,7 @@ def tuned(model: nn.Module, how: str) -> nn.Module:
 
 @cache
 def _roles(path: Path) -> list[NDArray[np.int64]]:
-    """Return the text of each role, those that speak most first."""
+    """Return the text of each role, the longest first."""
     file = np.load(path)
     text, start, role = (file[name] for name in ("text", "start", "role"))
     spoken = np.bincount(role, np.diff(start))
@@ -144,7 +144,7 @@ def pretrained(path: Path) -> dict[str, Tensor]:
 
 
 def trial(path: Path, how: str, engine: str, rate: float, seed: int, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Return what one federation has come to."""
+    """Return the result of one federation."""
     weights = pretrained(path)
 
     def task(number: int) -> Task:
@@ -273,8 +273,7 @@ def _chosen(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _said(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
-    """Return what follows from the rows: both compared seed by seed, rates at the edge of what was tried, and runs at
-    other rates."""
+    """Return sentences about the rows: the comparison by seed, rates at the edge of the grid, runs at other rates."""
     found = {(row["how"], row["engine"], row["seed"]): row for row in rows}
     lines = []
     for engine in ("torch", "onnx"):

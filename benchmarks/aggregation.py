@@ -8,9 +8,9 @@
     Flower           its ``aggregate``: whole models, float32 sums, all updates in memory at once; measured in turn with
                      ours, left out if it is not installed (``python -m benchmarks.peers.install``)
 
-It measures this thread's processor time and takes the least of many repetitions, because other work on a shared machine
-only adds time. Each update is another array, too many for the caches, as if read from a disk, and is read once before,
-as decoding does. Compare only the ratios to ``float32`` and to Flower between machines, from the same run.
+It takes the least processor time of many repetitions, because other work on the machine only adds time. Each update is
+a different array, so that caches do not help, and is read once before, as in decoding. Compare only the ratios to
+``float32`` and to Flower between machines, from the same run.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def network() -> nn.Module:
 def ratio_for(manifest: Manifest, density: float) -> float:
     """Return the active ratio at which a draw of neurons has about this share of the model's values.
 
-    A value needs both neurons that it joins, so the ratio lies near the density's square root.
+    A value exists if both its neurons do, so the ratio is near the square root of the density.
     """
     ratios = [step / 1000 for step in range(1, 1000)]
     return min(ratios, key=lambda ratio: abs(share(manifest, first(manifest, ratio)) - density))
@@ -112,7 +112,7 @@ class Fused32:
 
 
 def fold_all(sums: Sums, updates: Sequence[tuple[Array, Mask | None]], repetitions: int) -> Iterator[float]:
-    """Return the milliseconds of processor time of each addition, updates in turn."""
+    """Return the milliseconds of processor time of each addition."""
     for number, (values, mask) in enumerate(itertools.islice(itertools.cycle(updates), repetitions)):
         values.min()
         begin = time.thread_time_ns()
@@ -121,7 +121,7 @@ def fold_all(sums: Sums, updates: Sequence[tuple[Array, Mask | None]], repetitio
 
 
 def least(new: Callable[[], Sums], updates: Sequence[tuple[Array, Mask | None]], repetitions: int) -> float:
-    """Return the smallest of them, in sums of its own."""
+    """Return the smallest time, with new sums."""
     return min(fold_all(new(), updates, repetitions))
 
 

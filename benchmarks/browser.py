@@ -1,12 +1,12 @@
-"""``python -m benchmarks.browser``: the training step of a page beside the SDK's, on one machine.
+"""``python -m benchmarks.browser``: compare training steps of a page and of the SDK on one machine.
 
     python -m benchmarks.browser               measure and write its rows and its section of docs/results/speed.md
     python -m benchmarks.browser page          write the page of the recorded results
 
-A page of a real coordinator in headless Chromium takes part in a federation of one round; its milliseconds a step are
-those that its own screen shows: the median of its last 50 steps, with optimiser and all that lies between them. The
-SDK's are those of its engine on ONNX Runtime, before and after each page, on the same shapes. Data are made up: their
-values do not matter for the time. Needs Chromium, and the runtime that ``sparrow web`` fetches.
+A page in headless Chromium takes part in a federation of one round with a real coordinator. Its milliseconds per step
+are those on its screen, the median of its last 50 steps with optimiser and all overhead. The SDK's engine on ONNX
+Runtime is measured before and after each page on the same shapes. Data are random, because their values do not affect
+the time. Needs Chromium, and the runtime that ``sparrow web`` downloads.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def sdk_milliseconds(task: str, budget: float, threads: int) -> float:
 
 
 def page_row(browser: Any, address: str, task: str, budget: float, threads: int) -> dict[str, Any]:
-    """Return what a page reports of one round: milliseconds a step, seconds to the first one, memory."""
+    """Return a page's figures for one round: milliseconds per step, seconds to the first step, memory."""
     manifest = load_builtin(task).manifest
     name = f"{task.replace(':', '-')}-{threads}-{int(100 * budget)}"
     settings: dict[str, object] = {

@@ -1,10 +1,10 @@
-"""``python -m benchmarks.budgets``: the effect of budgets that devices choose themselves on the spread of their times.
+"""``python -m benchmarks.budgets``: the effect of automatic budgets on the spread of the devices' times.
 
 Five devices of a pFedGate federation, real sessions against a coordinator process on a port of this machine. Their
 policy's ``duty`` makes them unequal: a device that rests half of the time takes twice as long, like a board of half the
-speed. Each tries the federation's own model, chooses its budget for a deadline that only the fastest
-meets at a budget of 1, and trains; then the same again with the mean of those budgets for all. Devices train one after
-the other, so that they do not slow each other down. Inputs are random, because the learned model does not matter.
+speed. Each measures the federation's model, chooses a budget for a deadline that only the fastest meets at a budget of
+1, and trains. Then all train with the mean of these budgets. Devices train one after the other, so that they do not
+slow each other down. Inputs are random, because the learned model does not matter.
 
 It compares the seconds of a round's training with the prediction before the first round, and their spread over devices
 with the spread for equal budgets. With ``--processor-time``, for a shared machine, it counts processor time and rests
@@ -71,7 +71,7 @@ class Row:
 
 
 class Clock:
-    """A device's time: wall time, or the processor time of this process, whose rests pass at once."""
+    """A device's clock: wall time, or the processor time of this process, in which rests take no time."""
 
     def __init__(self, *, processor: bool) -> None:
         self._processor, self._rested = processor, 0.0
@@ -80,7 +80,7 @@ class Clock:
         return time.process_time() + self._rested if self._processor else time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Let so many seconds pass."""
+        """Rest for these seconds."""
         if self._processor:
             self._rested += seconds
         else:
@@ -90,7 +90,7 @@ class Clock:
 def run(folder: Path, planned: float | None, budget: float | None, clock: Clock) -> tuple[float, list[Row]]:
     """Run a federation of five devices; return the seconds that they plan with, and a row per device.
 
-    planned: those seconds; None has them found out. budget: of all of them; None has each choose.
+    planned: those seconds; None: measure them. budget: of all devices; None: each chooses its own.
     """
     with coordinator(folder) as server, ExitStack() as stack:
         publish(

@@ -1,7 +1,7 @@
 """Measured figures of the hand-written result pages, computed from the committed rows: ``python -m benchmarks claims``.
 
-``benchmarks/rows/values.toml`` names the values that sentences have, with the formula of each. The values are written
-to ``values.json``, and from there to their places in the pages:
+``benchmarks/rows/values.toml`` has the values in sentences, with their formulas. The values are written to
+``values.json``, and from there to their places in the pages:
 
     FedSPU has <!-- value: fedspu-cifar10/FedSPU, alpha 0.1 -->81.8 %<!-- end -->
 
@@ -12,9 +12,9 @@ A table stands between markers of several lines, of which the first is the templ
     -->
     <!-- end -->
 
-Between braces stands a call of a method of ``Figures``, or a sum, difference, product or quotient of such calls, and
-behind its last colon a format. A first line ``each = A; B as C`` repeats every line that has ``{each}``: ``each`` is a
-label's name on the page, ``label`` its name in the rows.
+Braces contain a call of a method of ``Figures``, or a sum, difference, product or quotient of such calls, and after the
+last colon a format. A first line ``each = A; B as C`` repeats every line that has ``{each}``: ``each`` is a label's
+name on the page, ``label`` its name in the rows.
 
 ``benchmarks/rows/claims.toml`` lists every table and figure of the papers, and ``Figures.claims`` makes their tables.
 """
@@ -163,8 +163,8 @@ class Figures:
         """Return the accuracy of each seed.
 
         figure: mean, weighted or bottom_decile. model: accuracy (the one that counts), accuracy_global or
-        accuracy_validation. at: a round, not the last. shift: on that shifted test set. budget: of these devices alone.
-        new: of those that never trained.
+        accuracy_validation. at: a round, not the last. shift: on that shifted test set. budget: only of devices with
+        it. new: only of devices that never trained.
         """
         found = []
         for trial in self.trials(file, label, axes):
@@ -254,10 +254,11 @@ class Figures:
         return _estimate(list(self.each_score(file, label).values()))
 
     def regret(self, file: str, label: str, against: str) -> Estimate:
-        """Return how much less a label's devices have than under another choice among the same candidates, points.
+        """Return the accuracy lost against another choice among the same candidates, in points, over seeds with such
+        rows.
 
-        against: oracle (each the best of its candidates on its test data), pooled (all what is best for all), or a
-        candidate. Of the seeds whose rows have it.
+        against: oracle (each device's best candidate on its test data), pooled (the best single candidate for all), or
+        a candidate.
         """
         found = []
         for trial in self.trials(file, label, {}):
@@ -290,8 +291,8 @@ class Figures:
         return min(fmean(by_device.values()) for by_device in by_seed.values())
 
     def difference_at_equal(self, cost: str, file: str, label: str, other: str, **axes: Value) -> Estimate:
-        """Return the first label's accuracy minus the other's, seed by seed, each at what the cheaper of the two has
-        cost in the end, between evaluations by a straight line.
+        """Return the first label's accuracy minus the other's by seed, both at the final cost of the cheaper one,
+        interpolated between evaluations.
 
         cost: bytes_up, training_flops or joules_estimated.
         """
@@ -303,7 +304,7 @@ class Figures:
         return _estimate(found)
 
     def each_within(self, file: str, label: str, mib: float, **axes: Value) -> list[float]:
-        """Return the best accuracy of each seed within so much upload of all devices, weighted by test samples."""
+        """Return the best accuracy of each seed within an upload of all devices, weighted by test samples."""
         return [_within(trial, mib) for trial in self.trials(file, label, axes)]
 
     def within(self, file: str, label: str, mib: float, **axes: Value) -> Estimate:
@@ -318,7 +319,7 @@ class Figures:
     def share_until(self, target: float, file: str, label: str, other: str, **axes: Value) -> Estimate:
         """Return the upload until an accuracy (0 to 1, weighted by test samples) as a share of the other label's.
 
-        Seed by seed, then their mean. Raises SystemExit where a seed of either did not reach it.
+        The mean of the seeds' shares. Raises SystemExit if a seed of either did not reach it.
         """
         shares = []
         for pair in self._pairs(file, label, other, axes):
@@ -330,10 +331,10 @@ class Figures:
         return _estimate(shares)
 
     def cost(self, file: str, label: str, what: str, at: int | None = None, **axes: Value) -> float:
-        """Return what all devices together have cost at the end or until a round, mean over seeds.
+        """Return the cost of all devices at the end or until a round, mean over seeds.
 
-        what: a sum of ``Point`` (bytes_up, training_flops, ...), device_rounds, or a count that a method of this file
-        made; zero where another method made none.
+        what: a sum of ``Point`` (bytes_up, training_flops, ...), device_rounds, or a method's count, zero for methods
+        without it.
         """
         trials = self.trials(file, label, axes)
         if what == "device_rounds":
@@ -449,8 +450,9 @@ class Figures:
 
 
 def verdict(held: Sequence[bool], missing: str, rounds: str) -> str:
-    """Return the verdict on a claim, which holds only if each of its comparisons does; one whose parts were not all run
-    is at best partly reproduced. rounds: those that were played, in words, or ""."""
+    """Return the verdict on a claim. It holds only if all its comparisons do; if some were not run, it is at most
+    partly reproduced. rounds: the number of rounds in words, or "".
+    """
     if not held:
         return "not run"
     if all(held):
@@ -498,7 +500,7 @@ def _value(name: str, values: Mapping[str, str]) -> str:
 
 
 def _section(found: re.Match[str], folder: Path) -> str:
-    """Return a section of an experiment anew; those of scripts, which have no experiment, as they are."""
+    """Return an experiment's section, rebuilt; sections of scripts, which have no experiment, are unchanged."""
     name = found[2]
     if not is_experiment(name):
         return found[4]
@@ -533,7 +535,7 @@ def stray_figures(text: str) -> list[str]:
 
 
 def filled(template: str, figures: Figures, **names: str) -> str:
-    """Return a template with the values of its expressions. Raises SystemExit, naming the one that has none."""
+    """Return a template with the values of its expressions. Raises SystemExit, naming an expression without a value."""
 
     def value(found: re.Match[str]) -> str:
         try:
@@ -568,7 +570,7 @@ def evaluated(expression: str, figures: Figures, **names: str) -> Any:
 
 
 def _block(template: str, figures: Figures) -> str:
-    """Return what stands between two markers: a block of its own."""
+    """Return the text between two markers."""
     first, *lines = template.strip().splitlines()
     each = [] if not first.startswith("each = ") else [name.strip() for name in first[7:].split(";")]
     made = []

@@ -1,12 +1,12 @@
 """``python -m benchmarks.clipping --data DIR``: effects of ``relative_clip`` on honest and on malicious devices.
 
-Honest: FedSPU with budgets from 0.2 to 1, DEVICES devices, all of them in every round, with skewed classes and unequal
-numbers of samples (``har``: people). A federation in which no update was clipped has the same models without the clip,
-bit for bit; another is played again without it.
+Honest: FedSPU with budgets from 0.2 to 1, DEVICES devices in every round, with skewed classes and unequal numbers of
+samples (``har``: people). If no update was clipped, the models without the clip are equal bit for bit; otherwise the
+federation is run again without it.
 
 Malicious: rounds without training, in which honest updates are random and of unequal lengths, f of n devices send 1e5
-in every value of one direction. The mean's move along that direction is given in honest updates' median lengths: in the
-worst round of ROUNDS, and in their sum, if no honest device pulls it back.
+in every value of one direction. The mean's move along that direction is reported in median lengths of honest updates,
+for the worst of ROUNDS rounds and for their sum, if no honest device pulls it back.
 
 It prints both tables and writes the first one's rows to ``benchmarks/rows/clipping.jsonl``.
 """
@@ -93,7 +93,7 @@ def honest(task: str, seed: int, folder: Path, times: float) -> Row:
 
 
 def play(task: str, seed: int, folder: Path, **settings: Any) -> Result:
-    """Return what a federation of honest devices did."""
+    """Return the result of a federation of honest devices."""
     return simulate(
         task=partial(device_task, task, folder, seed),
         devices=DEVICES,

@@ -2,9 +2,9 @@
 
 The demo runs the product's own programs, ``uvicorn coordinator.main:app`` and ``python -m edge_sdk.join``, over HTTP on
 this machine. Devices have budgets 0.2 to 1.0 and a Dirichlet(0.3) share of scikit-learn's digits. Afterwards three
-models are compared on each device's own held-out data: one trained there alone, from the same first weights and for as
-many local steps; the federation's global model; the device's personal model. All train with ONNX Runtime, by the step
-that comes with the task: there need be no PyTorch.
+models are compared on each device's own held-out data: one trained only on that device, from the same initial weights
+and for as many local steps; the federation's global model; the device's personal model. All train with ONNX Runtime, so
+PyTorch is not needed.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ def judge(
 
 
 def local_only(engine: Engine, task: Task, settings: FederationSettings, progress: Progress, device: str) -> float:
-    """Return the accuracy of a model trained on this device alone: same first weights, rate, batch and number of
-    local steps; the model that counts is chosen among its rounds' as a device does.
+    """Return the accuracy of a model trained only on this device: same initial weights, rate, batch and number of local
+    steps. The best round's model is chosen as a device does.
     """
     engine.load(initial_values(engine.manifest, settings.seed))
     lowest, accuracy = math.inf, 0.0

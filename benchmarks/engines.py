@@ -98,7 +98,7 @@ sys.exit(code)
 
 
 def cells(models: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield what is measured: model and batch size."""
+    """Yield the measured cells: model and batch size."""
     for model in models:
         for batch in BATCHES:
             yield model, batch
@@ -143,7 +143,7 @@ def scattered(setting: Setting, density: float) -> Part:
 
 
 def footprint(task: str, batch: int, turns: int = TURNS) -> Row:
-    """Return what a device process of each engine takes until its first step, and holds, of each turn."""
+    """Return the seconds until the first step and the memory of a device process, by engine and turn."""
     taken: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
     with tempfile.TemporaryDirectory() as folder, coordinator(Path(folder)) as server:
         data = [] if task == "digits" else ["--data", str(_samples(Path(folder), task))]
@@ -252,7 +252,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def accuracy_section(rows: Sequence[Row]) -> str:
-    """Return what federations of each engine come to, by seed."""
+    """Return the accuracies of federations by engine and seed."""
     table = []
     for row in rows:
         by = row["engines"]
@@ -270,7 +270,7 @@ def accuracy_section(rows: Sequence[Row]) -> str:
 
 
 def footprint_section(rows: Sequence[Row]) -> str:
-    """Return what device processes take, medians over turns."""
+    """Return the figures of device processes, medians over turns."""
     table = []
     for row in rows:
         for engine, turns in row["engines"].items():
@@ -287,7 +287,7 @@ def footprint_section(rows: Sequence[Row]) -> str:
 
 
 def steps_section(rows: Sequence[Row]) -> str:
-    """Return what steps take."""
+    """Return the section about the time of steps."""
     ratios = [ratio(row, "onnx", "torch") for row in rows]
     turns = len(rows[0]["seconds"]["onnx"])
     mean = prod(ratios) ** (1 / len(ratios))

@@ -1,9 +1,9 @@
 """``python -m benchmarks.export_compact``: savings of a compact ONNX file against the dense one, and the best possible.
 
 Three files of a task's network are run in turn, in one process: *dense*, with all weights; *compact*, made from the
-dense one with 0.3 of its neurons left and zeros for the rest; *small*, a network built by torch with just those
-neurons, published and filled like any other, which is the best possible result. ONNX Runtime on one thread; medians
-over the turns, so that other load on the machine affects all three alike.
+dense one with 0.3 of its neurons left and zeros for the rest; *small*, a network built by torch with only those
+neurons, published and filled as usual: the best possible result. ONNX Runtime uses one thread. Medians over the turns,
+so that other load affects all three equally.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """``python -m benchmarks.export_packed``: costs and savings of packed weights and fewer bits, against dense float32.
 
-Each built-in model, its weights under random masks, dense and packed: bytes of the file, milliseconds of one sample,
-and, in a process of its own as on a device, milliseconds to load it and the rise of the peak memory (Linux only). Then
-fp32, int8 and the choice of ``auto``, trained for a few epochs on ``--data``; without it models have random weights,
-and the share of samples of the same class says little. One thread, one sample at a time; the files of a density run and
-load in turns, and medians count.
+For each built-in model, with weights under random masks, dense and packed: bytes of the file, milliseconds per sample
+and, in a separate process, milliseconds to load it and the rise of peak memory (Linux only). Then fp32, int8 and the
+choice of ``auto``, trained for a few epochs on ``--data``. Without it models have random weights, so the share of
+samples with the same class means little. One thread, one sample at a time; files of a density alternate, and the result
+is the median.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _with_ratio(values: Sequence[float], number: int, form: str) -> tuple[str, s
 
 
 def in_turns(calls: Sequence[Callable[[], object]], times: int) -> list[float]:
-    """Return the median milliseconds of each call, one after the other, so that a slow machine affects all alike."""
+    """Return the median milliseconds of each call. Calls alternate, so that other load affects all equally."""
     taken: list[list[float]] = [[] for _ in calls]
     for number in range(times + max(1, times // 10)):
         for call, milliseconds in zip(calls, taken, strict=True):

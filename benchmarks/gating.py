@@ -1,13 +1,13 @@
-"""``python -m benchmarks.gating``: the cost of a device-round of pFedGate, beside FedAvg and small networks.
+"""``python -m benchmarks.gating``: the cost of a device-round of pFedGate, compared with FedAvg and small networks.
 
     python -m benchmarks.gating            measure, and write its rows and its section of docs/results/speed.md
     python -m benchmarks.gating --quick    the cells of mnist:leaf at a batch of 128 alone, printed
 
 A device-round is one call of ``train`` of the method's device half with one epoch of BATCHES random batches in one
-thread, from the received values to the values to send. *small* trains, for every batch, a physically small network of
-just the rows that the gate has chosen for it, and then the gate alone (forward, backward, step, knapsack): a lower
-bound for skipping blocks. Variants alternate round by round in one process; medians are compared. Memory is
-the peak of a process of its own above its memory before it had a model.
+thread, from the received values to the values to send. *small* trains a network of only the rows that the gate chose
+for the batch, and then the gate (forward, backward, step, knapsack): a lower bound for skipping blocks. Variants
+alternate by round in one process; medians are compared. Memory is the peak of a separate process above its memory
+without a model.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Time and memory of training steps, measured and as predicted before they run.
+"""Measured and predicted time and memory of training steps.
 
     python -m benchmarks.graph_costs [--only WORD] [--samples 8]
 
 One row for each built-in task and, with the extra ``zoo``, for each popular model. Seconds are processor seconds of one
-step on one core, the fastest of ``TRIES`` after a first one; memory is what the process grew by, with the session. The
-table ends with how many of the predictions are at most ``BAR`` times what was measured.
+step on one core, the fastest of ``TRIES`` after a first one; memory is the growth of the process, with the session. The
+last line has the number of predictions that are at most ``BAR`` times the measurement.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def measure(name: str, graphs: Graphs, manifest: Manifest, inputs: Array, target
 
 
 def first_step(network: Network, inputs: Array, targets: Array) -> tuple[Callable[[], float], float, int]:
-    """Take a network's first step on a batch.
+    """Run a network's first step on a batch.
 
-    Returns a function that takes another one and returns its processor seconds, those of the first one, and the bytes
+    Returns a function that runs another step and returns its processor seconds; the first step's seconds; and the bytes
     by which this process grew, with the session.
     """
     gc.collect()

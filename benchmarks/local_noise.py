@@ -1,11 +1,11 @@
-"""``python -m benchmarks.local_noise``: what ``join --local-noise`` costs, in accuracy: docs/results/security.md.
+"""``python -m benchmarks.local_noise``: the accuracy lost by ``join --local-noise`` (docs/results/security.md).
 
     python -m benchmarks.local_noise             all rows, and the page; 3 seeds
     python -m benchmarks.local_noise --page      the page anew, from the rows that are there
     python -m benchmarks.local_noise --clips     FedAvg by clip on another seed, printed: how CLIP was chosen
 
-Devices send no accuracy under local noise, so models are judged here: the global one as the coordinator has it in the
-end, personal ones as the devices' state folders have them, each on the device's own test samples.
+Devices send no accuracy under local noise, so models are evaluated here on each device's test samples: the
+coordinator's final model, and the personal ones in the devices' state folders.
 """
 
 from __future__ import annotations

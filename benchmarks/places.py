@@ -1,4 +1,4 @@
-"""Where measurements are kept: rows in ``benchmarks/rows``, and pages in ``docs/results``."""
+"""The places of measurements: rows in ``benchmarks/rows``, pages in ``docs/results``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_section(page: str, name: str, text: str) -> None:
 
 
 def lowered(text: str) -> str:
-    """Return a text as it stands in a section: headings one level down, an empty line around it."""
+    """Return a text for a section: headings one level down, with an empty line around it."""
     parts = FENCED.split(text)
     inside = "".join(HEADING.sub("##", part) if index % 2 == 0 else part for index, part in enumerate(parts))
     return f"\n{inside.strip()}\n\n"

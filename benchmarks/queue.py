@@ -1,9 +1,9 @@
 """``python -m benchmarks queue --data DIR``: the trials of ``queue.toml``, one after the other, at low priority.
 
-The list is committed, and so are the rows that it makes: each trial's are appended to ``benchmarks/rows/NAME.jsonl`` at
-its end. A trial that is there already, with the same settings, is not run again; one that was interrupted goes on from
-its coordinator's records in ``runs/queue``. Each fits one sitting of an hour and a half. Where an entry says ``tune``,
-settings are chosen first, from the points of the grid that ``NAME.tuning.jsonl`` has and those that it lacks.
+The list and its rows are committed: each finished trial is appended to ``benchmarks/rows/NAME.jsonl``. A recorded trial
+with the same settings is not run again; an interrupted one continues from its coordinator's records in ``runs/queue``.
+A trial takes up to an hour and a half. With ``tune``, settings are chosen first; points of the grid that
+``NAME.tuning.jsonl`` lacks are run.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ WORK = Path("runs/queue")
 class Entry(BaseModel):
     """An experiment of the list.
 
-    only, seeds: those that are run, all if there are none. tune: whether settings are chosen first. anew: whether rows
-    that do not say what computed them are made again. claims: "PAPER ITEM" of ``claims.toml``, which say that they
-    are running meanwhile. small: the set of ``benchmarks.small`` that it runs on, made where it is missing;
-    none: the data of all experiments.
+    only, seeds: the labels and seeds to run; empty: all. tune: whether settings are chosen first. anew: whether rows
+    without a provenance are repeated. claims: "PAPER ITEM" of ``claims.toml``, shown as running. small: its set of
+    ``benchmarks.small``, written if it is missing; none: the data of all experiments.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -64,7 +63,7 @@ class _List(BaseModel):
 
 @dataclass(frozen=True)
 class Waiting:
-    """A trial that has no rows yet. tunes: settings are chosen by it and others."""
+    """A trial without rows. tunes: it is part of a tuning run."""
 
     entry: Entry
     experiment: Experiment
@@ -81,10 +80,10 @@ def entries(path: Path = LIST) -> tuple[Entry, ...]:
 
 
 def waiting(path: Path = LIST, results: Path = RESULTS, folder: Path = WORK) -> Iterator[Waiting]:
-    """Yield the trials of the list that have no rows in ``results``, in the order in which they are run.
+    """Yield the trials of the list without rows in ``results``, in order.
 
-    Trials whose settings are still to be chosen are not among them, but those by which they are.
-    Raises BadExperiment, and UnknownExperiment for an experiment that there is not.
+    For trials whose settings are not chosen yet, yield the tuning trials instead. Raises BadExperiment,
+    UnknownExperiment.
     """
     for entry in entries(path):
         experiment = load_experiment(entry.experiment)
@@ -129,7 +128,7 @@ def yield_to_others() -> None:
 
 
 def work(data: str, path: Path = LIST, results: Path = RESULTS, folder: Path = WORK) -> None:
-    """Run what waits, one trial after the other, until none does. data: the folder with the data of all experiments."""
+    """Run the waiting trials, one after the other. data: the folder with the data of all experiments."""
     while left := list(waiting(path, results, folder)):
         following = left[0]
         experiment, trial, name = following.experiment, following.trial, following.trial.experiment
@@ -157,7 +156,7 @@ def _small(name: str, data: str, folder: Path) -> Path:
 
 
 def _tuned(entry: Entry, experiment: Experiment) -> list[str]:
-    """Return the labels whose settings are chosen for those of an entry."""
+    """Return the labels whose settings an entry's labels need."""
     wanted = [run for run in experiment.methods if not entry.only or run.label in entry.only]
     return [run.tuned_as or run.label for run in wanted]
 

@@ -92,7 +92,7 @@ def _conditions(name: str, system: System, reads: int) -> Row:
 
 
 def _meter(name: str, system: System, seconds: float) -> Row:
-    """Run a meter with its thread beside a process that sleeps."""
+    """Run a meter with its thread while the process sleeps."""
     with EnergyMeter(system, period_seconds=PERIOD_SECONDS) as meter:
         start, used = time.monotonic(), _used()
         with meter.phase("sleep"):

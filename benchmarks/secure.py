@@ -1,11 +1,11 @@
-"""``python -m benchmarks.secure``: what secure aggregation costs, beside rounds without it and beside Flower's.
+"""``python -m benchmarks.secure``: the cost of secure aggregation, compared with plain rounds and with Flower's.
 
-Federations of 20 devices and ``mnist:leaf`` (2.3 million parameters), two local steps on made-up data, so that what is
-compared is not hidden behind training: a coordinator in a process of its own, all devices in this one. In turn with
-them, rounds of Flower's SecAgg+ on as many values, with as many neighbours and the same threshold, both by our rule
-(``peers.secagg``: in memory, and no training). Processor seconds are those of all devices or of the server, a device-
-round; bytes are those of bodies, up, of all calls. ``python -m benchmarks.peers.install peers`` installs Flower.
-Rows are in ``benchmarks/rows/secure.jsonl``.
+Federations of 20 devices and ``mnist:leaf`` (2.3 million parameters), two local steps on random data, so that training
+does not hide the costs. The coordinator runs in a separate process, all devices in this one. Rounds of Flower's SecAgg+
+alternate with them, with as many values and the neighbours and threshold of our rule (``peers.secagg``: in memory,
+without training). Processor seconds are those of all devices or of the server, a device- round; bytes are those of
+bodies, up, of all calls. ``python -m benchmarks.peers.install peers`` installs Flower. Rows are in
+``benchmarks/rows/secure.jsonl``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _cpu_seconds(process: int) -> float:
 
 
 def measure(secure: bool) -> dict[str, Any]:
-    """Return what one federation takes for each of its device-rounds."""
+    """Return the cost of a federation per device-round."""
     with tempfile.TemporaryDirectory() as folder, server.started(Path(folder)) as (address, process):
         before, begin, wall = _cpu_seconds(process), time.process_time(), time.perf_counter()
         result = simulate(
@@ -112,7 +112,7 @@ class Flower:
         )
 
     def in_memory(self, secure: bool) -> dict[str, Any]:
-        """Return what one round takes for each device."""
+        """Return the cost of one round per device."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("secure\n" if secure else "plain\n")
@@ -128,7 +128,7 @@ class Flower:
         }
 
     def on_its_engine(self, secure: bool) -> dict[str, Any]:
-        """Return what a device-round takes, all processes together: that of more rounds less that of one."""
+        """Return the cost of a device-round over all processes: the difference between several rounds and one."""
 
         def processor(rounds: int) -> float:
             command = [*COMMAND, "secure" if secure else "plain", *self._numbers, str(rounds)]

@@ -3,8 +3,8 @@
     python -m benchmarks.simulation speed --data mnist.npz    all in turn; then one of each for memory
     python -m benchmarks.simulation scale --data mnist.npz    100 and 1,000 devices: memory of fleet and coordinator
 
-Each run is a command of its own. Ratios are taken within a turn of all, so that changes of the machine's speed
-affect all alike, and the median over turns is quoted. Results replace those of their kind in
+Each run is a separate command. Ratios are computed within a turn, so that changes of the machine's speed affect all
+equally, and the median over turns is reported. Results replace those of their kind in
 ``benchmarks/rows/simulation.jsonl``, from which a section of ``docs/results/speed.md`` is made.
 """
 
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 def speed(data: Path, rounds: int, turns: int, peers: Sequence[str]) -> list[Row]:
-    """Run every peer ``turns`` times in turn without sampling memory, and once with."""
+    """Run every peer ``turns`` times, alternating, without sampling memory, and once with it."""
     rows = []
     with tqdm(total=(turns + 1) * len(peers), unit="run") as bar:
         for turn in range(turns + 1):

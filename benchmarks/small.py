@@ -1,7 +1,7 @@
-"""``python -m benchmarks small --data DIR --output DIR``: eight small sets of samples, such as people bring.
+"""``python -m benchmarks small --data DIR --output DIR``: write eight small data sets, as users have them.
 
-Each is an npz file for ``bench run auto --data FILE``, made of the data of experiments, or of a formula, with a fixed
-seed. What each device has is little: 48 to 400 samples. Three of them were not used while ``auto`` was designed.
+Each is an npz file for ``bench run auto --data FILE``, made from the data of experiments or from a formula, with a
+fixed seed. Each device has 48 to 400 samples. Three of them were not used while ``auto`` was designed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Chance = np.random.Generator
 
 
 def write_sets(data: Path, out: Path, names: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Write the sets of these names, all if there are none, and yield each file. Raises DataError for missing data."""
+    """Write the sets of these names, by default all, and yield each file. Raises DataError for missing data."""
     out.mkdir(parents=True, exist_ok=True)
     for name, make in SETS.items():
         if names and name not in names:
@@ -50,8 +50,9 @@ def pictures(data: Path, chance: Chance) -> Arrays:
 
 
 def roles(data: Path, chance: Chance) -> Arrays:
-    """Return the first 400 characters of each of 20 roles of Shakespeare's, in lower case, each to be told from the
-    eight before it, one-hot [characters, 8]."""
+    """Return the first 400 characters of each of 20 roles of Shakespeare's, in lower case, each to be predicted from
+    the eight before it, one-hot [characters, 8].
+    """
     found = _load(data / "shakespeare.npz")
     alphabet = [str(character) for character in found["alphabet"]]
     lower = np.array(
@@ -113,8 +114,9 @@ def cifar(data: Path, chance: Chance) -> Arrays:
 
 
 def regression(data: Path, chance: Chance) -> Arrays:
-    """Return 60 windows of each of 23 people: how strongly the acceleration varies, in m/s², to be told from how the
-    phone or watch turns (three channels of 64 readings)."""
+    """Return 60 windows of each of 23 people: the variation of the acceleration, in m/s², to be predicted from rotation
+    (three channels of 64 readings).
+    """
     found = _load(data / "har_watch_phone.npz")
     moved = np.linalg.norm(found["x"][:, :3].astype(np.float32), axis=1).std(axis=1)
     return _of_people(
@@ -146,7 +148,7 @@ def _sound(chance: Chance, pitch: float, formants: NDArray[np.float64]) -> NDArr
 
 
 def _of_people(chosen: Iterator[tuple[int, NDArray[np.intp]]]) -> Callable[..., Arrays]:
-    """Return what takes of arrays the samples that were chosen, with the person of each."""
+    """Return a function that selects the chosen samples of an array, and the person of each."""
     every = list(chosen)
     index = np.concatenate([positions for _, positions in every])
     person = np.concatenate([np.full(len(positions), who) for who, positions in every])
@@ -154,7 +156,7 @@ def _of_people(chosen: Iterator[tuple[int, NDArray[np.intp]]]) -> Callable[..., 
 
 
 def _some(chance: Chance, positions: NDArray[np.intp], count: int) -> NDArray[np.intp]:
-    """Return so many positions, or all if they are fewer, in their order."""
+    """Return at most ``most`` positions, in order."""
     return np.sort(chance.choice(positions, min(count, len(positions)), replace=False))
 
 

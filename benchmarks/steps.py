@@ -1,4 +1,4 @@
-"""Training steps to be timed against each other: the same network and batch, dense, masked, skipped, and small.
+"""Training steps for comparison: the same network and batch, dense, masked, skipped, and small.
 
     dense   autograd and torch.optim on the whole network
     hooks   as in the papers' code: the whole gradient times a mask, and frozen weights restored after the step
@@ -79,7 +79,7 @@ def _optimiser(parameters: Iterable[Tensor], momentum: float) -> torch.optim.Opt
 
 
 def dense(setting: Setting, momentum: float = 0.0, network: nn.Module | None = None) -> Step:
-    """Return a step that trains ``network``, by default the setting's, as a whole."""
+    """Return a step that trains all of ``network``, by default the setting's."""
     model = network or setting.network()
     optimiser = _optimiser(model.parameters(), momentum)
 

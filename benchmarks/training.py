@@ -4,8 +4,9 @@
     python -m benchmarks.training page                               write the page of the recorded results
 
 Every cell alternates its variants (``steps``) step by step in one process and compares medians, so changes of the
-machine's speed affect all alike. Memory is that of a process of its own for every cell. Results replace those of their
-kind in ``benchmarks/rows/training.jsonl``, from which a section of ``docs/results/speed.md`` and its plots are made.
+machine's speed affect all equally. Memory is measured in a separate process for every cell. Results replace those of
+their kind in ``benchmarks/rows/training.jsonl``, from which a section of ``docs/results/speed.md`` and its plots are
+made.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ Variants = Mapping[str, Step]
 
 
 def alternate(variants: Variants) -> dict[str, float]:
-    """Return the median seconds of a step of each variant, taken in turns."""
+    """Return the median seconds of a step of each variant; variants alternate."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
     begin = time.perf_counter()
     for step in variants.values():
@@ -206,7 +207,7 @@ def _scattered(setting: Setting, density: float) -> dict[str, torch.Tensor]:
 
 
 def peak_memory() -> Iterator[Callable[[], Row]]:
-    """Return the peak above the base process of a few steps, each in a process of its own."""
+    """Return the peak memory of a few steps above the base process, each in a separate process."""
 
     def cell(model: str) -> Row:
         found = {kind: statistics.median(_in_a_process(model, kind) for _ in range(3)) for kind in HELD}

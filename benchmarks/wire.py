@@ -1,14 +1,13 @@
-"""``python -m benchmarks.wire``: the cost of a sparse update on both sides, against boolean masks, alternating in one
-run.
+"""``python -m benchmarks.wire``: the cost of a sparse update on both sides, compared with boolean masks.
 
 An update passes five stations: mask (from a new round's seed), pack (active values out of the model), encode (to
 bytes), decode (checked), fold (into the running sums). The other implementation does the same work directly: one
 boolean array per tensor, ``tensor[mask]`` out, ``numpy.savez`` to bytes, ``numpy.load``, ``sums[mask] += n * values``.
-It checks nothing and sends no digest. Both draw the neurons of a new round from the seed first.
+It has no checks and no digest. Both first draw the neurons of a new round from the seed.
 
-Then the same under masks of elements (FedSGC): an ordinary round's, which both sides hold, and one of which a device
-has replaced a quarter, which travels with the values, there as packed bits.
-Medians over alternating repetitions, one thread.
+The same is measured under masks of elements (FedSGC): a round's mask, which both sides have, and one with a quarter
+replaced by a device, which is sent with the values, in the other implementation as packed bits. Medians over
+alternating repetitions, one thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Models that people use, small and with random weights, and what becomes of each of them when it is published.
+"""Publish popular models, small and with random weights, and write the results.
 
     python -m benchmarks.zoo    describes and compiles each, and writes the table in docs/own-model.md; 10 minutes
 
-Needs the extra ``zoo``. Nothing is downloaded.
+Needs the extra ``zoo``; it downloads no weights.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Picked(nn.Module):
         self.model, self.pick = model, pick
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is wanted for a batch."""
+        """Return the outputs for a batch."""
         return self.pick(self.model(x))
 
 
@@ -289,7 +289,7 @@ ZOO: dict[str, Entry] = {
 
 
 def row(name: str) -> list[str]:
-    """Return what becomes of a model: its parameters, the share under FedSPU's masks, what trains it."""
+    """Return the result for a model: its parameters, the share under FedSPU's masks, the engines that train it."""
     entry = ZOO[name]
     model, inputs = entry.model(), entry.samples(16)
     parameters = sum(parameter.numel() for parameter in model.parameters())

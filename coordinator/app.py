@@ -231,7 +231,7 @@ class Coordinator:
     async def check_ready(self) -> None:
         """Raise an error if rounds do not progress, the records cannot be read, or the data folder is nearly full.
 
-        Simultaneous callers share one check, in a thread of its own, and wait up to ``READY_SECONDS``.
+        Simultaneous callers share one check, in a separate thread, and wait up to ``READY_SECONDS``.
         """
         if not self._moves_on(STALLED_SECONDS):
             runs = self._mover is not None and self._mover.is_alive()

@@ -54,7 +54,7 @@ class Zone:
     limit_watts: float
 
     def step(self, before: float, after: float, seconds: float) -> float | None:
-        """Return joules between two counter values, at most one wrap apart; None if implausible."""
+        """Return joules between two counter values, with at most one wrap between them; None if implausible."""
         joules = after - before if after >= before else after - before + self.range_joules
         plausible = 0 <= joules <= self.limit_watts * max(seconds, _SHORTEST_JUDGED_SECONDS)
         return joules if plausible else None

@@ -25,7 +25,7 @@ END = "<!-- End of what is made. -->"
 
 
 def page(text: str) -> str:
-    """Return the page with its tables made anew."""
+    """Return the page with new tables."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
@@ -58,7 +58,7 @@ def tables() -> str:
 
 
 def _trains(method: CoordinatorMethod, settings: FederationSettings) -> str:
-    """Return what of the model a device trains in a round."""
+    """Return the part of the model that a device trains in a round."""
     if method.compose is not None:
         return f"a mixture of {settings.method_settings['components']} models"
     if method.payload_parts is not None and method.parts:
@@ -95,7 +95,7 @@ def _shared(method: CoordinatorMethod) -> str:
 
 
 def _takes(name: str, method: CoordinatorMethod) -> str:
-    """Return which models a method takes."""
+    """Return the models that a method supports."""
     if method.compose is not None:
         return "classifiers"
     half = device_halves.load_method(name)

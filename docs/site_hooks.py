@@ -1,7 +1,7 @@
 """MkDocs hooks: docs/README.md becomes the home and the navigation, and linked sources are copied into the site.
 
-In the repository a link out of docs/ opens the file. The site has a copy of each file so linked below ``source/``, but
-of pages, which would want theirs in turn: those are named, not linked.
+In the repository a link out of docs/ opens the file. The site has a copy of each linked file below ``source/``. Linked
+pages are only named, because they would need their own links.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Errors raised by ``join``, ``publish``, ``simulate``, ``Client``, ``predict`` and ``export``.
 
-All are ``SdkError``; their text says how to go on, ``exit_code`` is the command's (docs/cli.md). The main branches:
+All are ``SdkError``; their message has the remedy, ``exit_code`` is the command's (docs/cli.md). The main branches:
 
     Unreachable         no answer from a coordinator: retry later
     Refused             the coordinator refused: use another token, name or status of the federation

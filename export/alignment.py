@@ -1,8 +1,8 @@
 """Padding of channels between convolutions to multiples of eight, the block size of ONNX Runtime's fast kernels.
 
 ONNX Runtime keeps channels in blocks (NCHWc; eight floats with AVX2). Input channels that do not fill blocks cost a
-change of layout. For ``mnist:leaf`` at density 0.3 (9 channels, then 19), zero channels make inference a seventh
-faster and the file 2 % larger. Fewer than eight channels have a kernel of their own and stay.
+change of layout. For ``mnist:leaf`` at density 0.3 (9 channels, then 19), zero channels make inference a seventh faster
+and the file 2 % larger. Fewer than eight channels have a special kernel and stay.
 """
 
 from __future__ import annotations

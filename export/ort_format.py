@@ -26,7 +26,7 @@ class OrtFile:
 
 
 def write_ort(model: Path, path: Path) -> OrtFile:
-    """Convert an ONNX file to ``path`` (``.ort``) and write its operators beside it. Raises ExportError.
+    """Convert an ONNX file to ``path`` (``.ort``) and write its operators next to it. Raises ExportError.
 
     The list's suffix is ``.required_operators.config``.
     """

@@ -1,7 +1,7 @@
-"""Analyses of what a method's mechanism did: ``python -m benchmarks analyse EXPERIMENT``.
+"""Analyses of a method's mechanism: ``python -m benchmarks analyse EXPERIMENT``.
 
-A trial is run as by ``run``, with a look at each device's state folder when it has been evaluated (``looking``,
-``observing``), and leaves rows of these kinds beside those of ``run``:
+A trial is run as by ``run``. Each device's state folder is read after its evaluation (``looking``, ``observing``), and
+these additional rows are written:
 
     data     label counts of each device's training data, and their distances
     masks    similarity of the masks of two devices, and of a device's mask to its own at the evaluation before
@@ -12,6 +12,6 @@ A trial is run as by ``run``, with a look at each device's state folder when it 
     gates    histogram of pFedGate's gate weights, and distances between gating layers
     theorem  the quantities in FedSPU's Theorem 1 that can be measured (``theorem``)
 
-A row is small: means, extremes, histograms of 20 bins, and matrices of at most 20 devices. Nothing of the product knows
-of this; ``report`` draws the pictures from the rows alone.
+A row is small: means, extremes, histograms of 20 bins, and matrices of at most 20 devices. ``report`` draws the
+pictures from the rows.
 """

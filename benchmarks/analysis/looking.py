@@ -1,6 +1,6 @@
-"""One device's mask, personal model and gate, as its state folder has them between two steps.
+"""Read a device's mask, personal model and gate from its state folder between two steps.
 
-Where a mask is found depends on what the method keeps:
+The place of the mask depends on the method:
 
 narrow networks (Hermes, FedMP, PruneFL by neurons, FjORD, HeteroFL)   neurons whose incoming weights in the personal
                     model are not all zero: weights of dropped neurons are zero in whatever is kept
@@ -78,7 +78,7 @@ def read_folder(path: Path, manifest: Manifest, reference: Reference | None) -> 
 
 
 def look(stored: StoredState, manifest: Manifest, info: FederationInfo, device: str, records: Path) -> Look:
-    """Return what there is of one device. records: the folder of the coordinator's records."""
+    """Return the state of one device. records: the folder of the coordinator's records."""
     method, personal, own = load_method(info.method), stored.personal, stored.own
     names = [spec.name for spec in manifest.kept if spec.trainable]
     model = None if personal is None else {name: personal[name] for name in names}
@@ -114,7 +114,7 @@ def own_neurons(manifest: Manifest, personal: Tensors) -> NeuronMask:
 
 
 def drawn_neurons(records: Path, manifest: Manifest, device: str, number: int) -> NeuronMask | None:
-    """Return the neurons that a device was asked to train in a round, from the coordinator's records; None without."""
+    """Return the neurons of a device's assignment in a round, from the coordinator's records; None if it had none."""
     engine = create_engine(f"sqlite:///file:{(records / RECORDS_FILE).resolve()}?mode=ro&uri=true")
     try:
         with Session(engine) as db:

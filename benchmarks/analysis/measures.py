@@ -89,7 +89,7 @@ def label_distances(counts: NDArray[np.integer]) -> Matrix:
 
 
 def distances_to_all(counts: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Return the total variation of each label distribution and that of all samples together, [n]."""
+    """Return the total variation distance of each label distribution from that of all samples, [n]."""
     shares = counts / counts.sum(axis=1, keepdims=True)
     together = counts.sum(axis=0) / counts.sum()
     return np.asarray(np.abs(shares - together).sum(axis=1) / 2)
@@ -101,7 +101,7 @@ def pairs(matrix: Matrix) -> NDArray[np.float64]:
 
 
 def spread(values: NDArray[np.float64]) -> dict[str, float] | None:
-    """Return mean, least and most of the values; None without any."""
+    """Return mean, minimum and maximum of the values; None if there are none."""
     if not len(values):
         return None
     return {"mean": float(values.mean()), "least": float(values.min()), "most": float(values.max())}
@@ -110,8 +110,8 @@ def spread(values: NDArray[np.float64]) -> dict[str, float] | None:
 def together(one: Matrix, other: Matrix) -> dict[str, float] | None:
     """Return Pearson's correlation of two matrices over pairs, and p of Mantel's test; None if one is constant.
 
-    Pairs that share a device are not independent, so p is the share of 999 random permutations of the devices, and of
-    the order as it is, whose correlation is as far from 0.
+    Pairs that share a device are not independent. So p is the share of 1,000 orders of the devices, 999 random ones and
+    the given one, whose correlation is at least as far from 0.
     """
     return _permuted(pairs(one), lambda order: pairs(other[np.ix_(order, order)]), len(one))
 
@@ -133,7 +133,7 @@ def _permuted(fixed: NDArray[np.float64], moved: Any, count: int) -> dict[str, f
 
 
 def histogram(values: NDArray[np.floating], low: float = 0.0, high: float = 1.0) -> list[int]:
-    """Return how many values are in each of 20 equal bins of low..high; what lies outside is in the outer bins."""
+    """Return the number of values in each of 20 equal bins of low..high; values outside count in the outer bins."""
     counts, _ = np.histogram(np.clip(values, low, high), bins=BINS, range=(low, high))
     return [int(count) for count in counts]
 

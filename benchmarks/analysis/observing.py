@@ -1,7 +1,7 @@
-"""Looks at the devices of a running trial, one after the other, each when it has been evaluated.
+"""Read the state of each device of a running trial after its evaluation.
 
-The fleet must work one device at a time. Then a device is looked at before it trains again, and the global model is
-read before the next round can close: all that is seen of a round is what was evaluated after it.
+The fleet must work one device at a time. Then each device is read before it trains again, and the global model before
+the next round closes, so the state is the one that was evaluated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sparrow.transport import connect, httpx
 def observed(server: str, plan: Plan, folder: Path) -> Iterator[Observer]:
     """Yield the observer of a trial that is about to run. folder: the trial's.
 
-    An error of a look ends the fleet, which would go on without, and is raised then.
+    An error of the observer stops the fleet and is raised.
     """
     with connect(server, timeout=60) as client:
         observer = Observer(client, plan, folder / "devices", folder / "coordinator")
@@ -58,7 +58,7 @@ class _Seen:
 
 
 class Observer:
-    """Called with every step of a fleet that works one device at a time; ``rows`` returns what it has found.
+    """Callback for every step of a fleet that works one device at a time; ``rows`` returns the analysis.
 
     client: of the coordinator. root: the devices' state folders. records: the coordinator's data folder.
     """

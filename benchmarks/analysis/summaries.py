@@ -1,4 +1,4 @@
-"""Rows of an evaluated round from looks at all devices, beside those of the round evaluated before."""
+"""Rows of an evaluated round from the state of all devices, with comparisons to the previous evaluation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Summaries:
     _bins: list[int] = field(default_factory=list)
 
     def add(self, number: int, looks: Looks) -> None:
-        """Summarise the looks at all devices after round ``number``; rounds come in their order."""
+        """Summarise the state of all devices after round ``number``; call it in the order of rounds."""
         self._masks(number, looks)
         self._global(number, looks)
         self._models(number, looks)
@@ -96,7 +96,7 @@ class Summaries:
         self._private(number, who, seen)
 
     def _private(self, number: int, who: Sequence[int], seen: Sequence[Look]) -> None:
-        """Note what of their own masks devices share with the global one, where they have both."""
+        """Note the overlap of the devices' own masks with the global one, if they have both."""
         if any(look.shared is None for look in seen):
             return
         both = [(look.mask or {}, look.shared or {}) for look in seen]
@@ -181,7 +181,7 @@ class Summaries:
         self._bins = bins
 
     def _neighbours(self, distances: Matrix, who: Sequence[int]) -> dict[str, float]:
-        """Return the share of devices whose nearest one has a label in common with it, and that of all pairs."""
+        """Return the share of devices that have a label of their nearest device, and the same share over all pairs."""
         if self.labels is None:
             return {}
         has = (self.labels[list(who)] > 0).astype(int)
@@ -190,7 +190,7 @@ class Summaries:
         return {"common_nearest": near, "common_any": float(measures.pairs(common.astype(float)).mean())}
 
     def _with_labels(self, matrix: Matrix, who: Sequence[int]) -> dict[str, float] | None:
-        """Return how a matrix of devices goes together with the distances of their labels."""
+        """Return the correlation of a matrix of devices with the distances of their labels."""
         if self.labels is None:
             return None
         return measures.together(matrix, measures.label_distances(self.labels[list(who)]))

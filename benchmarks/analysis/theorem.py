@@ -7,19 +7,18 @@ that F_k falls until ‖∇F_k(w_k)‖² is below ε², if p_k² >= Q L and the 
     ‖∇F_k(w_k)‖² <= Q ‖∇F_k(ŵ_k)‖²     (Assumption 2)        ‖ŵ_k - w_k‖² <= σ²                    (Assumption 3)
     E ‖∇F̄_k(w)‖² = p_k² ‖∇F_k(w)‖²     (Lemma 1)             ε² = (L+1) Q σ² / ((2η - Lη²) p_k² + Q)
 
-Measured, after an evaluated round: both gradients, ‖ŵ_k - w_k‖² and the masked gradient, with the newest global model
-and means over ``DRAWS`` masks drawn for this alone. From them follow the least Q and σ² that these devices and this
-round allow, and Lemma 1's share. For L the steepest change of the gradient between w_k and ŵ_k that was found:
+Measured after an evaluated round, with the newest global model: both gradients, ‖ŵ_k - w_k‖² and the masked gradient,
+means over ``DRAWS`` separate masks. They give the least Q and σ² for these devices and this round, and Lemma 1's share.
+A lower bound of L is the largest
 
     L >= ‖∇F_k(ŵ_k) - ∇F_k(w_k)‖ / ‖ŵ_k - w_k‖
 
-Not measurable: L itself, and Q and σ, which bound all rounds and devices, so that all three are lower bounds. F_k is
-in training mode: with batch norm it is the mean over the device's batches in one order for all, each normalised by
-itself. Its gradient is PyTorch's, whatever trained. Norms are over trainable values; running statistics have no
-gradient.
+L, Q and σ bound all rounds and devices, so all three measured values are lower bounds. F_k is in training mode: with
+batch norm it is the mean over the device's batches in a fixed order. PyTorch computes its gradient, with either engine.
+Norms are over trainable values.
 
-The paper's ε² follows from its inequality (13) only with a minus sign in place of its last plus;
-then it is positive only for p_k² (2η - Lη²) > Q. It is given as printed.
+The paper's ε² follows from its inequality (13) only with a minus sign in place of its last plus; then it is positive
+only for p_k² (2η - Lη²) > Q. It is reported as printed.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def measure_terms(
     budget: float,
     key: str,
 ) -> Terms:
-    """Return the terms of one device. key: what its masks are drawn from."""
+    """Return the terms of one device. key: seed of its masks."""
     before = gradient_of(engine, manifest, personal, batches)
     merged, active, drift, values = list[float](), list[float](), list[float](), list[float]()
     steepness = 0.0
@@ -123,7 +122,7 @@ def _square(parts: Mapping[str, NDArray[Any]]) -> float:
 
 
 def summarise(terms: Sequence[Terms], learning_rate: float) -> dict[str, Any]:
-    """Return a row's numbers: means over devices, the least Q, σ² and L that they allow, and what follows by budget."""
+    """Return a row's numbers: means over devices, lower bounds of Q, σ² and L, and the bound ε² by budget."""
     q = max(each.gradient / each.merged for each in terms if each.merged)
     sigma2, steepest = max(each.drift for each in terms), max(each.steepness for each in terms)
     budgets = []

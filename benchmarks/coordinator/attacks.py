@@ -1,10 +1,10 @@
-"""``python -m benchmarks.coordinator.attacks``: costs for others of attacks by callers of three kinds.
+"""``python -m benchmarks.coordinator.attacks``: the effect of attacks on other callers.
 
-These are callers without a token, an enrolled device, and the publisher of a model, who has the admin token.
+The attackers are callers without a token, an enrolled device, and the publisher of a model with the admin token.
 
-Each attack has a coordinator of its own, with the large model of the comparison and one honest device. It comes from
-this machine's network address, so that the limits hold for it, for ``SECONDS``. Meanwhile the honest device, and a
-``/healthz`` on a connection of its own, call from loopback. Two figures are held to bars:
+Each attack has a new coordinator with the large model of the comparison and one honest device. It lasts ``SECONDS`` and
+comes from this machine's network address, to which the limits apply. The honest device and a monitor of ``/healthz``
+call from loopback. Two figures have bars:
 
     memory      the coordinator's peak of resident memory above that before the attack (Linux's VmHWM, reset before)
     delay       the longest call of the others; the least of ``--turns``, as other load on the machine only adds to it
@@ -95,7 +95,7 @@ Attack = Callable[[Target, float], None]
 
 
 def keep(connections: int, of: Callable[[Target, int], Iterator[bytes]]) -> Attack:
-    """Return an attack of so many connections, each of which sends all that it has and then stays, unread."""
+    """Return an attack of ``count`` connections that send their data and stay open without reading."""
 
     def attack(target: Target, until: float) -> None:
         def one(number: int) -> None:
@@ -113,7 +113,7 @@ def keep(connections: int, of: Callable[[Target, int], Iterator[bytes]]) -> Atta
 
 
 def repeat(connections: int, of: Callable[[Target], bytes], *, answers: bool = True) -> Attack:
-    """Return an attack of so many connections that make a call again and again; answers: read, or not waited for."""
+    """Return an attack of connections that repeat a call. answers: whether they read the answers."""
 
     def attack(target: Target, until: float) -> None:
         def one(_: int) -> None:
@@ -134,7 +134,7 @@ def repeat(connections: int, of: Callable[[Target], bytes], *, answers: bool = T
 
 @contextlib.contextmanager
 def _connected(target: Target) -> Iterator[socket.socket]:
-    """Connect from the machine's network address. What breaks is the coordinator's answer to an attack."""
+    """Connect from the machine's network address. Broken connections are expected: the coordinator ends attacks."""
     with contextlib.suppress(OSError), socket.socket() as connection:
         connection.settimeout(TIMEOUT)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -181,7 +181,7 @@ def _once(of: Callable[[Target], bytes]) -> Callable[[Target, int], Iterator[byt
 
 
 def _publication(step: bytes) -> Callable[[Target], bytes]:
-    """Return what publishes the digits' model under a new name, with another training step."""
+    """Return a function that publishes the digits' model under a new name, with another training step."""
     known = load_builtin("digits")
     files: dict[GraphName, bytes] = {**known.graphs, "step": step}
     described = known.manifest.with_graphs(files).text.encode()
@@ -190,7 +190,7 @@ def _publication(step: bytes) -> Callable[[Target], bytes]:
 
 
 def _manifest(**fields: object) -> Callable[[Target], bytes]:
-    """Return what publishes the digits' model with other fields in its manifest."""
+    """Return a function that publishes the digits' model with other fields in its manifest."""
     described: dict[str, object] = json.loads(load_builtin("digits").manifest.text)
     said = {**described, **fields}
     return _of_parts({"sparrow.manifest": np.frombuffer(json.dumps(said).encode(), np.uint8)})
@@ -367,7 +367,7 @@ def _running(folder: Path, host: str) -> Iterator[tuple[int, int]]:
 
 
 class Others:
-    """The callers that do nothing wrong: the longest call of each kind, in seconds."""
+    """Honest callers, with the seconds of the longest call of each kind."""
 
     def __init__(self, port: int, token: str, assignment: str) -> None:
         self._port = port
@@ -378,7 +378,7 @@ class Others:
         self.calls = 0
 
     def download(self) -> None:
-        """Download what the coordinator then keeps in memory, whether it is attacked or not."""
+        """Download the files that the coordinator caches in memory, so that they do not count as an attack's."""
         for path in (f"/v1/assignments/{self._assignment}/payload", MODEL, f"{MODEL}.onnx"):
             self._of_device("GET", path)
 
@@ -452,7 +452,7 @@ def measure(attack: Attack, data: Path, known: tuple[str, str, str, str, int], h
 
 
 def _alone(attack: Attack, target: Target, until: float) -> None:
-    """Attack with the cores' time that the coordinator leaves, as from a machine of its own."""
+    """Attack at low priority, so that the attacker takes no processor time from the coordinator."""
     os.nice(19)
     attack(target, until)
 

@@ -1,8 +1,8 @@
 """A device that uses the whole contract and does not train: it adds a little to every value each round.
 
-``python -m benchmarks.coordinator.client SERVER FEDERATION NUMBER [--marks FILE]``. It enrols, asks, downloads,
-decodes, changes, encodes and sends with the SDK's own transport and protocol, numpy alone. With ``--marks`` it writes a
-line when work of another round arrives, which marks the end of the round before.
+``python -m benchmarks.coordinator.client SERVER FEDERATION NUMBER [--marks FILE]``. It uses the SDK's transport and
+protocol, without PyTorch. With ``--marks`` it writes a line when work of a new round arrives, as the end of the
+previous round.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Marks:
     def wait(self, count: int, check: Callable[[], None], seconds: float) -> list[float]:
         """Return the marks as soon as there are ``count``.
 
-        ``check`` raises if they cannot come; SystemExit after the limit.
+        check: raises if the run failed. Raises SystemExit after the limit.
         """
         end = time.monotonic() + seconds
         while True:

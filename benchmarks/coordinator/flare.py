@@ -1,10 +1,9 @@
-"""NVIDIA FLARE as it is deployed: a provisioned project, a server, a process per site, and an operator's job.
+"""NVIDIA FLARE as deployed: a provisioned project, a server, a process per site, and an operator's job.
 
-``nvflare provision`` makes a startup kit for the server, each site and the operator, and each is started by its kit's
-own ``sub_start.sh``: the same processes as on machines of their own, all on this one; neither the simulator nor
-``nvflare poc``. The server and every site start a process for the job. The scheme is the default, ``http``; no TLS, as
-on our side (``connection_security: clear``). FLARE is installed in ``.venv-flare`` (``python -m
-benchmarks.peers.install``).
+``nvflare provision`` makes a startup kit for the server, each site and the operator, each started by its kit's
+``sub_start.sh``. The processes are the same as on separate machines; it is neither the simulator nor ``nvflare poc``.
+The server and every site start a process for the job. The scheme is the default, ``http``; no TLS, as on our side
+(``connection_security: clear``). FLARE is installed in ``.venv-flare`` (``python -m benchmarks.peers.install``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training script of NVIDIA FLARE's clients, by its Client API: it adds a little to every value and trains nothing.
 
-``flare_client MARKS``, run by FLARE in its job's process. The first site writes a line when work of another round
-arrives, which marks the end of the round before.
+``flare_client MARKS``, run by FLARE in its job's process. The first site writes a line when work of a new round
+arrives, as the end of the previous round.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The operator of NVIDIA FLARE: ``flare_job KIT FOLDER CLIENTS ROUNDS VALUES MARKS``, in FLARE's environment.
 
-It waits for all clients, submits FLARE's own FedAvg over an array of so many zeros, and watches the job: it ends with 1
-and the job's record if that did not end well.
+It waits for all clients, submits FLARE's FedAvg of an array of VALUES zeros, and watches the job. If the job fails, it
+exits with 1 and the job's record.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Flower's deployment engine: a SuperLink, a SuperNode per client, and ``flwr run``, as documented.
 
 Flower's newest release is installed in ``.venv-flower`` (``python -m benchmarks.peers.install``). No TLS, as on our
-side; telemetry, the search for updates and the installation of an app's dependencies are off. The rest are
-defaults: a SuperLink serves everybody by HTTP on one port and keeps its state in memory, and SuperLink and SuperNodes
-start the apps in processes of their own.
+side; telemetry, the search for updates and the installation of an app's dependencies are off. The rest are defaults: a
+SuperLink serves everybody by HTTP on one port and keeps its state in memory, and SuperLink and SuperNodes start the
+apps in separate processes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ QUIET = {
 
 
 class ClientsWire(Wire):
-    """Bytes of the clients' connections alone: the SuperLink's port serves its own ServerApp too.
+    """Bytes of the clients' connections only, because the SuperLink's port also serves its ServerApp.
 
-    They are read at the clients' ends, and now and then within ``watch``, since HTTP connections come and go.
+    They are read at the clients' ends, and regularly within ``watch``, because HTTP connections are short.
     """
 
     def __init__(self, port: int, clients: Side) -> None:
@@ -86,9 +86,10 @@ def environment(folder: Path, python: Path) -> dict[str, str]:
 
 
 def run(contests: Sequence[Contest], folder: Path) -> list[Row]:
-    """Return one measurement per contest: federations of equally many clients, one after another on one SuperLink.
+    """Return one measurement per contest:
 
-    Peak memory of a later one holds what the SuperLink has kept of those before it: begin with the smallest model.
+    federations with the same number of clients, in sequence on one SuperLink. Its peak memory includes data of earlier
+    contests, so begin with the smallest model.
     """
     PEER.check()
     port = free_port()

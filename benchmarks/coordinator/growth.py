@@ -1,8 +1,8 @@
-"""The cost of a device-round where many devices are enrolled, and where several processes share records:
-``python -m benchmarks.coordinator.growth [--postgresql URL]`` prints a line of JSON for each measurement.
+"""The cost of a device-round with many enrolled devices, and with several processes on the same records: ``python -m
+benchmarks.coordinator.growth [--postgresql URL]`` prints a line of JSON for each measurement.
 
-All devices are played by one process, which asks who is waited for and lets these answer, a few at a time. Devices that
-are not drawn cost what their enrolment has left: rows that each round draws among.
+One process plays all devices. It asks which devices are awaited and lets them answer, a few at a time. Devices that are
+not drawn cost only their rows in the records.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ PROCESSES = (1, 2)
 
 @dataclass(frozen=True)
 class Crowd:
-    """So many devices, of which ``cohort`` are drawn for each of ``rounds``; ``processes`` of the coordinator, which
-    share a PostgreSQL database where one is given."""
+    """A number of devices. ``cohort`` of them are drawn for each of ``rounds`` rounds. ``processes``: of the
+    coordinator, with a shared PostgreSQL database.
+    """
 
     enrolled: int
     cohort: int
@@ -136,7 +137,7 @@ def _enrol(players: list[_Player], count: int) -> dict[str, tuple[_Player, Devic
 
 
 def _play(address: str, devices: dict[str, tuple[_Player, Device]], rounds: int, note: Callable[[], object]) -> int:
-    """Let the devices that are waited for answer until so many rounds have closed; return how many have."""
+    """Let the awaited devices answer until this many rounds have closed; return the number of closed rounds."""
     with connect(address) as client:
         observer, etag, done, first = Transport(client), "", 0, None
         while True:
@@ -163,7 +164,7 @@ def _answer(player: _Player, device: Device) -> Any:
 
 
 def crowds(enrolled: tuple[tuple[int, int, int], ...], postgresql: str | None) -> Iterator[Crowd]:
-    """Yield what is measured: so many enrolled with SQLite, and a few with 1 and 2 processes on a PostgreSQL server."""
+    """Yield the measurements: numbers of enrolled devices with SQLite, then 1 and 2 processes on PostgreSQL."""
     for each in enrolled:
         yield Crowd(*each)
     if postgresql is not None:

@@ -1,6 +1,6 @@
-"""Flower's old gRPC API, ``start_server`` and ``start_client``: deprecated, and Flower's leanest.
+"""Flower's deprecated gRPC API, ``start_server`` and ``start_client``, which has the least overhead.
 
-Of flwr 1.32.0 in ``.venv-peers``, an older release than that of the deployment engine.
+It is flwr 1.32.0 in ``.venv-peers``, older than the release of the deployment engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The coordinator's peak memory by the number of updates in a round: one process plays all devices, a few at a time.
 
-Each count has a coordinator of its own, whose peak is the kernel's count of its resident memory when the round has
-closed. All updates of a round are in the data folder until then: a thousand dense ones of the large model take 9 GB.
+Each count has a new coordinator. Its peak is the kernel's peak of resident memory after the round. All updates of a
+round are in the data folder until then: a thousand dense ones of the large model take 9 GB.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AT_ONCE = 4
 
 
 def run(updates: int, folder: Path, note: Callable[[], object]) -> Row:
-    """Run one round of so many dense updates of the large model; call ``note`` after each."""
+    """Run one round of ``count`` dense updates of the large model; call ``note`` after each."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     with Side(folder, ours.environment(folder)) as server:

@@ -33,8 +33,7 @@ def _figure(key: str) -> Callable[[Row], float]:
 class Asked:
     """A bound on a figure: our ``figure`` divided by theirs is at most ``most``; ``model`` None means every model.
 
-    most: None only tells the ratio.
-    upside_down: it is asked and told how many times smaller ours is.
+    most: None only reports the ratio. upside_down: the report says how many times smaller ours is.
     """
 
     what: str
@@ -248,7 +247,7 @@ def _growth(rows: Sequence[Row]) -> str:
 
 
 def _crowds(rows: Sequence[Row]) -> str:
-    """Return what device-rounds cost among many enrolled devices, and what a million a day would take."""
+    """Return the cost of device-rounds with many enrolled devices, and of a million per day."""
     table = markdown_table(
         ["enrolled", "drawn", "rounds", "records", "processes", *CROWD],
         [

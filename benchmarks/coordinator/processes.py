@@ -2,7 +2,7 @@
 bytes.
 
 All of it comes from Linux: ``/proc`` and, for the bytes, the kernel's counters of each TCP connection (``ss -ti`` of
-iproute2), so that nothing stands between the two sides.
+iproute2), so no proxy affects the measurement.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Side:
 def processor_seconds(pids: Iterable[int]) -> float:
     """Return the user and system seconds of these processes and of their ended children.
 
-    A process that has ended counts for itself until it is waited for, so nothing is missing and nothing counts twice.
+    An ended process counts once: itself until it is waited for, then as a child.
     """
     ticks = 0
     for pid in pids:

@@ -1,7 +1,7 @@
-"""The peers of our fleet: the same federated averaging on Flower's simulation and on a plain PyTorch loop.
+"""The same federated averaging on Flower's simulation and in a plain PyTorch loop, for comparison with our fleet.
 
-Here are the settings and the data of the common work, MNIST on 100 devices with equal shares and FedAvg of 10 a round;
-``work`` trains it in plain PyTorch, and ``memory`` samples any command from outside, ours too.
+This module has the settings and data of the common work: MNIST on 100 devices with equal shares, FedAvg with 10 devices
+per round. ``work`` trains it in plain PyTorch; ``memory`` samples any command from outside.
 """
 
 from __future__ import annotations

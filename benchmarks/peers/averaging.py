@@ -1,7 +1,7 @@
 """``.venv-peers/bin/python -m benchmarks.peers.averaging SHAPES UPDATES``: Flower's average of whole models.
 
-For every line of input it makes one average of so many models of these shapes (JSON: lists of integers) in memory, and
-prints the milliseconds of processor time per model.
+For every line of input it averages UPDATES models of these shapes (JSON: lists of integers) in memory, and prints the
+milliseconds of processor time per model.
 """
 
 from __future__ import annotations

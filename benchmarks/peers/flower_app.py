@@ -1,6 +1,6 @@
 """The Flower app: a ClientApp of the message API and a ServerApp around Flower's own FedAvg.
 
-It is a module of its own so that Ray's actors import it by name: each loads the data and builds the network once.
+It is a separate module, so that Ray's actors import it by name; each loads the data and builds the network once.
 """
 
 from __future__ import annotations

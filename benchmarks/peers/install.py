@@ -1,6 +1,6 @@
-"""``python -m benchmarks.peers.install [NAME ...]``: each peer in an environment of its own, beside ours.
+"""``python -m benchmarks.peers.install [NAME ...]``: install each peer in a separate environment.
 
-Without names, all of them. Nothing of them enters our own environment, and their requirements need not fit together.
+Without names, it installs all. Their requirements may conflict with ours and with each other.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Peer:
-    """One environment. title: what an error calls it; requirements: as pip takes them, torch first and alone: resolved
-    with the rest, its newest build would bring gigabytes of CUDA."""
+    """One environment. title: what an error calls it; requirements: as pip takes them, torch first and alone: together
+    with the others, pip would choose a build with gigabytes of CUDA.
+    """
 
     title: str
     folder: Path
@@ -42,9 +43,9 @@ class Peer:
             raise SystemExit(f"{self.title} is not installed: python -m benchmarks.peers.install")
 
     def call(self, command: Sequence[str], environment: Mapping[str, str], seconds: float) -> None:
-        """Run one of its commands, found in the path of ``environment``, which is on top of this process's own.
+        """Run one of its commands, found in the path of ``environment``, which adds to this process's.
 
-        Raises SystemExit with what it printed if it fails or takes longer.
+        Raises SystemExit with its output if it fails or takes too long.
         """
         name = " ".join(command[:2])
         with tempfile.TemporaryFile("w+") as out:

@@ -1,12 +1,12 @@
 """Peak memory and processor seconds of a command with all its processes, observed from outside.
 
-PSS counts a page shared by n processes as 1/n in each, so that its sum over the tree is the memory that the tree takes;
-the sum of RSS counts shared pages n times, the sum of USS leaves them out. All three come from the kernel's
-``/proc/PID/smaps_rollup`` (Linux only).
+PSS counts a page shared by n processes as 1/n in each, so its sum is the memory of the tree; the sum of RSS counts
+shared pages n times, the sum of USS omits them. All three come from the kernel's ``/proc/PID/smaps_rollup`` (Linux
+only).
 
-A tree is a process with its descendants, including those that left it: a process stays in the tree once it was seen,
-and every process with the inherited marker in its environment belongs to it, whatever its parent (daemons of Ray).
-Orphans of the tree become children of the process that measures, so that the kernel adds up what each has used.
+A tree is a process with its descendants, including daemons (of Ray): a process stays in the tree once it was seen, and
+every process with the inherited marker in its environment belongs to it. Orphans become children of the measuring
+process, so that the kernel adds up their usage.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def measure(
 ) -> Measured:
     """Run ``command`` and sample its tree every ``interval`` seconds; None does not sample, for undisturbed times.
 
-    Raises SystemExit with the end of its standard error where it fails, subprocess.TimeoutExpired past ``timeout``.
-    What it leaves running is killed in any case.
+    Raises SystemExit with the end of its standard error if it fails, subprocess.TimeoutExpired after ``timeout``.
+    Remaining processes are killed in any case.
     """
     marker = uuid.uuid4().hex
     environment = {**(os.environ if env is None else env), MARKER: marker}
@@ -194,7 +194,7 @@ def measure(
 
 
 def _adopt_orphans() -> None:
-    """Let processes whose parent ends become children of this one. Linux alone has it."""
+    """Let processes whose parent ends become children of this one (Linux only)."""
     ctypes.CDLL(None, use_errno=True).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
 
 

@@ -1,7 +1,7 @@
 """The command line of a peer and its one line of JSON.
 
-A peer runs in a process of its own; the user's command only samples its memory, which costs a share of the cores;
-``--no-memory`` does not sample, for undisturbed times.
+A peer runs in a separate process. The command samples its memory, which takes some processor time; ``--no-memory``
+switches that off.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Clock:
 
 
 def outcome(peer: str, version: str, clock: Clock, cohort: int, accuracy: float) -> dict[str, Any]:
-    """Return one run. ``device_rounds_per_second`` leaves out the first round, which includes the start.
+    """Return one run. ``device_rounds_per_second`` excludes the first round, which includes the start, and is
+    comparable only on an idle machine.
 
-    ``processor_seconds_per_device``, of local training alone, is alike for peers that do equal work, however busy the
-    machine is with other things; the rates are only comparable on a machine that does nothing else.
+    ``processor_seconds_per_device``, of local training only, depends little on other load.
     """
     rounds = len(clock.rounds)
     later = clock.rounds[-1] - clock.rounds[0]
@@ -79,7 +79,7 @@ def parser(peer: str) -> argparse.ArgumentParser:
 
 
 def watch(module: str, options: argparse.Namespace, *more: str, python: Path | None = None) -> int:
-    """Run the peer in a process of its own under ``python``, then print its line with the outside measurements.
+    """Run the peer in a separate process under ``python``, then print its line with the outside measurements.
 
     more: the peer's own arguments.
     """

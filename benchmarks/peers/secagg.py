@@ -1,7 +1,7 @@
 """``.venv-peers/bin/python -m benchmarks.peers.secagg KIND SHAPES DEVICES SHARES THRESHOLD ROUNDS``: Flower's SecAgg+.
 
-Plays rounds of FedAvg with so many devices and a model of these shapes (JSON: lists of integers). Devices train
-nothing: what they send is drawn beforehand. KIND:
+Run rounds of FedAvg with DEVICES devices and a model of these shapes (JSON: lists of integers). Devices do not train;
+their updates are drawn beforehand. KIND:
 
     memory    Flower's own client mod and server workflow, messages handed over in memory: neither connections nor an
               engine are counted. For every line of input, ``plain`` or ``secure``, it plays one round and prints a line
@@ -39,7 +39,7 @@ from flwr.serverapp import Grid
 
 @functools.cache
 def drawn(shapes: str, device: int) -> list[Any]:
-    """Return what a device sends."""
+    """Return a device's update."""
     chance = np.random.Generator(np.random.PCG64(device))
     return [chance.uniform(-0.1, 0.1, shape).astype(np.float32) for shape in json.loads(shapes)]
 
@@ -64,7 +64,7 @@ def strategy_of(shapes: str, devices: int) -> FedAvg:
 
 
 class Drawn(NumPyClient):  # type: ignore[misc]
-    """A device that has trained already. values: what it sends."""
+    """A device after training. values: its update."""
 
     def __init__(self, values: list[Any]) -> None:
         self._values = values
@@ -83,11 +83,11 @@ class InMemory(Grid):  # type: ignore[misc]
         self.bytes_up = 0
 
     def set_run(self, run: Any) -> None:
-        """Nothing is to be kept of it."""
+        """Ignore the run."""
 
     @property
     def run(self) -> Any:
-        """Return the run, of which its number is asked."""
+        """Return the run with its number."""
         return SimpleNamespace(run_id=1)
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
@@ -99,13 +99,13 @@ class InMemory(Grid):  # type: ignore[misc]
         return list(self._devices)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Nobody calls it: what is sent is answered at once."""
+        """Unused: messages are answered immediately."""
         raise NotImplementedError
 
     pull_messages = push_messages
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Return what the devices answer."""
+        """Return the devices' answers."""
         replies = []
         for message in messages:
             node = message.metadata.dst_node_id
@@ -125,7 +125,7 @@ class InMemory(Grid):  # type: ignore[misc]
 
 
 def play(shapes: str, count: int, secure: SecAggPlusWorkflow | None) -> dict[str, float]:
-    """Return what one round in memory costs."""
+    """Return the cost of one round in memory."""
     app = client_app(shapes, secure=secure is not None)
     devices = {
         number + 1: (app, Context(1, number + 1, {"partition-id": number}, RecordDict(), {})) for number in range(count)

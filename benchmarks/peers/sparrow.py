@@ -1,10 +1,10 @@
 """This project's fleet as a peer: a coordinator and real sessions, the same work as the others.
 
 The same distribution of the same images to the same 100 devices, the product's own network (which pools before ReLU:
-the same function), FedAvg. The coordinator runs in the fleet's own process; with ``--http`` in a process of its own,
-reached over HTTP. In addition, every device evaluates the model as it first receives it, and ten of them the last one,
-on a hundredth of the test images each; the others judge the last model on all of them, once. As with them, no device
-fetches the finished model (``adapt``).
+the same function), FedAvg. The coordinator runs in the fleet's process; with ``--http`` in a separate process, called
+over HTTP. In addition, every device evaluates the first model that it receives, and ten devices the last one, on a
+hundredth of the test images each; other peers evaluate the last model once on all test images. As with other peers, no
+device downloads the finished model (``adapt``).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Tables and pictures of the papers' figures, beside those of ``sparrow bench report``."""
+"""Tables and pictures of the papers' figures, in addition to those of ``sparrow bench report``."""

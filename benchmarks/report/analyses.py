@@ -1,6 +1,6 @@
 """Tables and pictures of the analyses in the rows: masks, personal models, gates, and FedSPU's Theorem 1.
 
-Numbers are means over seeds; matrices, histograms and scatter plots are of the first seed alone.
+Numbers are means over seeds; matrices, histograms and scatter plots are of the first seed only.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _by_round(found: Sequence[Group]) -> list[tuple[dict[str, dict[str, plots.Cu
 
 
 def _curve(done: Sequence[Recorded], kind: str, what: str) -> plots.Curve | None:
-    """Return mean, least and most of a spread by round, or one number as all three; None where it is not known."""
+    """Return mean, minimum and maximum of a spread by round, or one number as all three; None if unknown."""
     by_round: dict[int, list[dict[str, float]]] = {}
     for trial in done:
         for number, numbers in _rows_of(trial, kind):
@@ -127,7 +127,7 @@ def _curve(done: Sequence[Recorded], kind: str, what: str) -> plots.Curve | None
 
 
 def _maps(first: Mapping[str, Mapping[str, Recorded]]) -> tuple[dict[str, list[list[float]]], list[str]]:
-    """Return the matrices of masks, behind that of labels, with devices in the order of their labels' clusters."""
+    """Return the matrix of labels, then those of masks, with devices in the order of their labels' clusters."""
     maps: dict[str, list[list[float]]] = {}
     order: list[int] = []
     for title, trials in first.items():
@@ -145,7 +145,7 @@ def _maps(first: Mapping[str, Mapping[str, Recorded]]) -> tuple[dict[str, list[l
 
 
 def _order(distances: Sequence[Sequence[float]]) -> list[int]:
-    """Return devices in an order in which neighbours are near one another."""
+    """Return the devices in an order with similar neighbours."""
     if len(distances) < 3:
         return list(range(len(distances)))
     tree = hierarchy.linkage(squareform(np.array(distances), checks=False), "average")
@@ -218,7 +218,7 @@ def _terms(trial: Recorded) -> dict[str, Points]:
 
 
 def analysis_sections(found: Sequence[Group]) -> list[str]:
-    """Return the tables of what was analysed; nothing where nothing was."""
+    """Return the tables of the analyses; empty without any."""
     return [line for title, note, table in _TABLES for line in _section(found, title, note, table)]
 
 

@@ -1,6 +1,6 @@
-"""Labels at equal cost, and early stopping beside fixed horizons.
+"""Labels at equal cost, and early stopping compared with fixed numbers of rounds.
 
-Accuracy at a cost is read from the curve of a trial, between two judged rounds by a straight line.
+Accuracy at a cost is interpolated between two evaluated rounds of a trial.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ STOPPING_COSTS: Mapping[str, Cost] = {
 def accuracy_at(
     points: Sequence[Point], cost: Callable[[Point], float], spent: float, figure: Callable[[Accuracy], float]
 ) -> float | None:
-    """Return the accuracy at that cost, between two evaluated rounds by a straight line; None before the first one, or
-    after the last."""
+    """Return the accuracy at that cost, interpolated between evaluated rounds; None before the first or after the last
+    one.
+    """
     known = [(cost(point), figure(point.accuracy)) for point in points if point.accuracy]
     if not known or not known[0][0] <= spent <= known[-1][0]:
         return None
@@ -47,8 +48,9 @@ def accuracy_at(
 
 
 def at_equal_cost(pairs: Pairs, cost: Cost, figure: Figure) -> list[float]:
-    """Return, for each pair of the same seed, the first trial's accuracy minus the other's in points, at what the
-    cheaper of the two has cost in the end; nothing unless every pair has both."""
+    """Return, for each pair of the same seed, the first trial's accuracy minus the other's in points, at the final cost
+    of the cheaper one; empty unless every pair has both.
+    """
     found = []
     for first, other in pairs:
         spent = min(cost(end_of(first)), cost(end_of(other)))
@@ -105,7 +107,7 @@ def _difference(values: Sequence[float]) -> str:
 
 
 def stopping_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
-    """Return the tables of early stopping beside the same method stopped after a fixed number of rounds."""
+    """Return the tables that compare early stopping with a fixed number of rounds of the same method."""
     shown = [group for group in found if any(True for _ in stopping_pairs(group))]
     if not shown:
         return []
@@ -158,7 +160,7 @@ def _horizons(group: Group, figure: Figure) -> list[str]:
 
 
 def _saved(pairs: Sequence[tuple[Point, Point]], figure: Figure, costs: Mapping[str, Cost]) -> list[str]:
-    """Return the accuracy of the first point less the other's, and the saved share of each cost, over pairs."""
+    """Return the first point's accuracy minus the other's, and the saved share of each cost, over pairs."""
     lost = [100 * (figure(a.accuracy) - figure(b.accuracy)) for a, b in pairs if a.accuracy and b.accuracy]
     cells = [f"{fmean(lost):+.1f}" if lost else ABSENT]
     for cost in costs.values():

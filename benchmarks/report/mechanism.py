@@ -52,7 +52,7 @@ def _counts(done: Sequence[Recorded]) -> str:
 
 
 def _counted(trial: Recorded) -> dict[str, int]:
-    """Return the counts of a trial, with the devices that stopped where these may stop early."""
+    """Return the counts of a trial, with the number of stopped devices if early stopping is on."""
     stopped = {"devices_stopped": stopped_devices(trial)} if stops_early(trial.trial) else {}
     return {**end_of(trial).counted, **stopped}
 

@@ -57,9 +57,9 @@ def more_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
 
 
 def section_text(name: str, experiment: Experiment, recorded: Sequence[Recorded], drawn: Sequence[str]) -> str:
-    """Return the section of an experiment in a page of results: accuracies, comparisons and what it is made for.
+    """Return an experiment's section in a page of results:
 
-    drawn: kinds of the pictures that stand beside the page.
+    accuracies, comparisons and its purpose. drawn: kinds of its pictures.
     """
     found = groups(experiment, recorded)
     mine = [trial for group in found for done in group.trials.values() for trial in done]
@@ -82,7 +82,7 @@ def section_text(name: str, experiment: Experiment, recorded: Sequence[Recorded]
 
 
 def _warnings(lines: Sequence[str]) -> list[str]:
-    """Return warnings, with those of single settings as one."""
+    """Return warnings, with the warnings about single settings merged."""
     departures = [line for line in lines if " ran with " in line]
     others = [line for line in lines if line not in departures]
     if departures:

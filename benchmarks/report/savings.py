@@ -1,4 +1,4 @@
-"""Savings of early stopping: a method's costs with it beside the same method's without."""
+"""Savings of early stopping: a method's costs with it, compared with the same method without it."""
 
 from __future__ import annotations
 

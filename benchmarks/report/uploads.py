@@ -31,13 +31,13 @@ def upload_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]
 
 
 def best_within(points: Sequence[Point], bytes_up: float, figure: Callable[[Accuracy], float]) -> float | None:
-    """Return the best accuracy of the evaluated rounds with at most ``bytes_up`` uploaded; None without one."""
+    """Return the best accuracy of the evaluated rounds with at most ``bytes_up`` uploaded; None if there is none."""
     known = [figure(point.accuracy) for point in points if point.accuracy and point.bytes_up <= bytes_up]
     return max(known, default=None)
 
 
 def upload_until(points: Sequence[Point], accuracy: float, figure: Callable[[Accuracy], float]) -> int | None:
-    """Return the bytes uploaded by the first evaluated round that finds at least this accuracy; None if none does."""
+    """Return the bytes uploaded until the first evaluated round with this accuracy; None if it is never reached."""
     return next((each.bytes_up for each in points if each.accuracy and figure(each.accuracy) >= accuracy), None)
 
 

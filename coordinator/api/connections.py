@@ -5,22 +5,17 @@
     connections     per address and in total; a connection on which a device has sent its token counts for the device
     answers         a caller that does not read its answer, or that sends too slowly after it, is disconnected
 
-The application installs the limits in its server when it starts (``install``), under ``sparrow serve`` and ``uvicorn
-coordinator.main:app`` alike. ``--timeout-keep-alive`` ends connections that are idle between requests.
-
+The application installs them at its start (``install``), under ``sparrow serve`` and ``uvicorn coordinator.main:app``.
 uvicorn and asyncio have no settings for these limits, so this module hooks into their internals. A test of an attack
 needs each hook; docs/architecture.md, "Hooks into the server", has their costs.
 
     LifespanOn.config               replaced protocol, also under plain uvicorn: test_plain_uvicorn_has_the_limits
-    loop.create_server              connections count before their TLS handshake, and are refused before asyncio
-                                    allocates anything: test_connections_count_before_their_handshake
+    loop.create_server              connections count before their TLS handshake:
+                                    test_connections_count_before_their_handshake
     the parser's callbacks          test_heads_without_end_are_refused, test_heads_that_dribble_are_closed
-    _start_asgi_task, cycle         the answer being sent is not always that of the latest request:
-                                    test_an_answer_to_one_of_many_requests_at_once_ends_with_its_connection
-    timeout_keep_alive_task         a connection answered before the end of its body ends as well:
-                                    test_who_sends_on_what_was_answered_is_disconnected
-    timeout_keep_alive_handler      a request that arrives during a pause of the process is answered:
-                                    test_a_request_that_came_while_the_coordinator_stood_still_is_answered
+    _start_asgi_task, cycle         test_an_answer_to_one_of_many_requests_at_once_ends_with_its_connection
+    timeout_keep_alive_task         test_who_sends_on_what_was_answered_is_disconnected
+    timeout_keep_alive_handler      test_a_request_that_came_while_the_coordinator_stood_still_is_answered
     ws_protocol_class               an upgrade would leave the limits: test_heads_without_end_are_refused
 """
 

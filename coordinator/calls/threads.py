@@ -1,4 +1,4 @@
-"""Limited use of the server's threads, and batches of frequent calls in a thread of their own.
+"""Limited use of the server's threads, and batches of frequent calls in a separate thread.
 
 Handlers run in the server's 40 threads. If writes are slow, because another program has locked the records or a disk
 hangs, calls that write would soon occupy all of them, and reads would fail as well. So only a few write at a time. The

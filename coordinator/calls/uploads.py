@@ -4,11 +4,10 @@
     GET /v1/assignments/{id}/update?sha256=D      {"received": N}: continue with bytes N-LAST/TOTAL, or, if N is
                                                   TOTAL, with an empty body and bytes */TOTAL
 
-The range always ends at TOTAL - 1, so an unbroken upload is one request. A large update without a range is received in
-the same way, but cannot resume. Parts are files in a local folder, even if blobs are elsewhere; on the same file system
-a complete part becomes the update's blob without a copy. Parts are not acknowledged and need not outlive the process:
-they are removed at start, an hour after their last byte, and when their assignment is settled. Another process of the
-same coordinator does not know them, so an upload restarts there.
+The range always ends at TOTAL - 1, so an unbroken upload is one request. A large update without a range cannot resume.
+Parts are files in a local folder; on the file system of the blobs a complete part becomes the update's blob without a
+copy. Parts need not outlive the process: they are removed at start, an hour after their last byte, and when their
+assignment is settled. In another process of the coordinator an upload restarts.
 """
 
 from __future__ import annotations

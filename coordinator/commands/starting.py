@@ -88,7 +88,7 @@ def _variable(kind: Kind) -> str:
 
 
 def _in_network(host: str) -> str:
-    """Return ``host``, or this machine's address in its network if ``host`` stands for all addresses."""
+    """Return ``host``, or this machine's address in its network if ``host`` means all addresses."""
     if not is_unspecified(host):
         return host
     return in_network(6 if ":" in host else 4) or socket.gethostname()

@@ -79,7 +79,7 @@ class ServedModels:
         )
 
     def values(self, name: str, which: Values) -> bytes:
-        """Return a file of values beside the manifest. Raises NotFound if the model has none."""
+        """Return one of the manifest's files of values. Raises NotFound if the model has none."""
         with self._store.reading() as db:
             return self._models.values(find(db, name), which)
 

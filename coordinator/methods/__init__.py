@@ -236,7 +236,7 @@ AS_ASSIGNED = DeviceMasks(check=lambda model, mask, situation: refuse_mask())
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePart(Part):
-    """A part that updates bring beside their values, with exactly ``count`` numbers."""
+    """An additional part of updates, with exactly ``count`` numbers."""
 
     # Adds one update's numbers, weighted with its samples, to ``Aggregation.sums``, after its values. Rounds with
     # parts exclude robust rules, noise and secure aggregation.

@@ -2,26 +2,26 @@
 
 Jiang et al., ICDE 2022. For device n, drawn for round k:
 
-    E-UCB     Each device has a bandit over its active ratios (the kept share; the paper's pruning ratio is 1 minus it).
-              Their range is partitioned into regions; the region j with the largest
+    E-UCB     A bandit over the device's active ratios (1 - pruning ratio), whose range is partitioned into regions. It
+              chooses the region j with the largest
 
                   R̄_j + sqrt(2 ln(Σ_i N_i) / N_j)      N_j = Σ_s λ^(age of s) over its rounds s with a ratio in j,
                                                         R̄_j = the mean of their rewards with the same weights
 
-              is taken (untried ones first, the widest before others), the ratio is drawn uniformly from it, and the
-              region is split there unless it is narrower than ``region``.
+              (untried ones first, the widest before others), draws the ratio uniformly from it, and splits the region
+              there unless it is narrower than ``region``.
     reward    R_n^k = ΔL_k / |T_n^k - T̄^k|: the decrease of round k's mean training loss, larger for devices whose time
               is close to the round's mean.
     pruning   In each hidden group the max(1, floor(ratio n)) neurons with the largest l1 norms of the global model.
     R2SP      A weight that a device was not sent counts in the average with the global model's value (the residual).
 
-Choices beyond the paper: a ratio is at most the device's budget. The bandits use ratios, losses and times of the
-coordinator's records of the last 500 rounds. T is, with ``time = flops``, the FLOPs of the device's training divided by
-those of one sample at its budget, so that runs are reproducible; ``time = seconds`` uses reported times. |T - T̄| is
-relative to T̄, plus 0.1, and rewards are divided by the largest one. Averages are weighted by training samples.
+Choices beyond the paper: a ratio is at most the device's budget. Bandits use the records of the last 500 rounds. With
+``time = flops`` T is the FLOPs of the device's training divided by those of one sample at its budget, so that runs are
+reproducible; ``time = seconds`` uses reported times. |T - T̄| is relative to T̄, plus 0.1, and rewards are divided by
+the largest one. Averages are weighted by training samples.
 
-``ratios = budget`` (devices prune themselves once, to their budgets) with ``residual = false`` (each weight is averaged
-over the devices that have it) is the form that FedSPU's paper compares (section 5.1).
+``ratios = budget`` (devices prune once, to their budgets) with ``residual = false`` is the form that FedSPU's paper
+compares (section 5.1).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FedSPU, server half: personalised federated learning with stochastic parameter update.
 
 Niu, Dong, Qin, arXiv:2403.11464. Every device keeps a full personal model; in each round it receives, trains and
-returns only the weights between neurons drawn anew for it, at its active ratio p_k (Algorithm 1). The server averages
-each weight over the devices that have it, weighted by training samples n_k.
+returns only the weights between neurons drawn for it in this round, at its active ratio p_k (Algorithm 1). The server
+averages each weight over the devices that have it, weighted by training samples n_k.
 
 A device starts with the global model of its first participation; ``start=initial`` is Algorithm 1, line 1: w^0. The
 paper's released code weights by mini-batches and averages full and partial devices separately, so that one overwrites

@@ -1,4 +1,4 @@
-"""Neuron-wise PruneFL, server half: devices choose neurons anew in rounds that ``adjust_interval`` divides.
+"""Neuron-wise PruneFL, server half: devices choose neurons again in rounds that ``adjust_interval`` divides.
 
 Jiang et al., IEEE TNNLS 2022, arXiv:1909.12326, applied to neurons, with a network for each device. In these rounds,
 and in their first, devices get the whole model and may choose any neurons within their budgets; in others they get the

@@ -7,7 +7,7 @@ With θ½ = Σ_c n_c θ_c / Σ_c n_c, FedAvg of the sparse model, the server in 
     drops    the q_l smallest |θ½| of each layer,        q_l = ⌊σ(r) K_l⌋,  σ(r) = α/2·(1 + cos(πr/R))
     grows    the q_l largest |Σ_c n_c v_c|, v_c in {-1, 0, 1}, of its ``candidates``·q_l candidates, starting at 0
 
-so that votes of equal sign add up, and others cancel out. Candidates are drawn anew each time from empty positions. A
+so that votes of equal sign add up, and others cancel out. Candidates are drawn from empty positions each time. A
 candidate with a sum of 0 does not grow; then fewer weights are dropped.
 
 In FedDST and FedSGC each device grows weights by one batch of its own data, and the server drops most of these single

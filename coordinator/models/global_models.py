@@ -1,15 +1,14 @@
 """Global models, manifests and graphs of federations, and the payloads cut from them.
 
-Payloads are not stored: their content follows from the assignment (model version, full or active ratio) and the
-device's mask. So they are packed on request, and a restarted coordinator packs the same bytes again. The last few are
-cached (``payloads``).
+A payload follows from the assignment (model version, full or active ratio) and the device's mask. So it is not stored
+but packed on request, and a restarted coordinator packs the same bytes. The last few are cached (``payloads``).
 
 A model is written under its digests before the transaction that records it (``tables.Model``). A file of a failed
-transaction is never referenced or served, and is removed once a later model exists.
+transaction is never served, and is removed once a later model exists. A method's own arrays are in a second file.
 
-A method's own arrays are in a second file of the same version. Element masks, and neuron masks chosen by devices, are
-also stored under their digests while a device holds them, so that it gets only the changes, or only the chosen values.
-If a method knows the values changed since a round, a device with that round's model gets only those.
+Element masks, and neuron masks chosen by devices, are stored under their digests while a device holds them, so that it
+gets only changes or chosen values. If a method knows the values changed since a round, a device with that round's model
+gets only those.
 """
 
 from __future__ import annotations
@@ -316,8 +315,8 @@ class Models:
     ) -> tuple[Mask | None, NeuronDraw | None]:
         """Return the mask of an assignment, and its seed form, if any.
 
-        (None, None) stands for all values, also if the device must choose from the whole model: at first, after losing
-        its state, with a new budget, or because its method repeats the choice in this round.
+        (None, None) means all values, also if the device must choose from the whole model: at first, after losing its
+        state, with a new budget, or because its method repeats the choice in this round.
         """
         if assignment.ratio is None:
             return self.model(federation, assignment.model_version).mask, None

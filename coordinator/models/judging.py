@@ -1,7 +1,7 @@
 """Evaluation of the global model on an operator's test data with ONNX Runtime, without torch.
 
-The published graph is not trusted and runs in a process of its own (``sparrow.limited``), so an endless, huge or
-crashing model only causes an error.
+The published graph is not trusted and runs in a separate process (``sparrow.limited``), so an endless, huge or crashing
+model only causes an error.
 """
 
 from __future__ import annotations

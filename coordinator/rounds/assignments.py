@@ -167,9 +167,9 @@ def assign(
 ) -> Assignment:
     """Return a new assignment, not recorded yet, whose deadline starts now.
 
-    whole: whether the payload is the whole global model, and for an evaluation whether it has one; None: as the device
-    needs. ratio: active ratio; None: the device's budget. most_examples: largest weight of its update; None for no
-    limit.
+    whole: whether the payload is the whole global model (for an evaluation, whether it has a payload); None: decide by
+    the device's state. ratio: active ratio; None: the device's budget. most_examples: largest weight of its update;
+    None for no limit.
     """
     method = load_method(federation.method)
     narrow = method.active is not None and method.active.narrow

@@ -2,10 +2,10 @@
 
     w_i ← w_i + Σ_k n_k s(τ_k) Δ_ki / Σ_k n_k          over the updates, of K, that sent weight i
 
-after Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, "Federated Learning with Buffered Asynchronous Aggregation"
-(FedBuff), AISTATS 2022, arXiv:2106.06639, Algorithm 1, with s(τ) = (1 + τ)^-a. ``buffer`` is K, ``staleness_exponent``
-is a (0.5 in the paper), ``cohort`` is the number of devices that train at a time, and Δ_k is the difference from the
-device's base model, τ versions old. n_k are sample counts as in other rounds; the paper weighs all updates equally.
+after Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba (FedBuff), AISTATS 2022, arXiv:2106.06639, Algorithm 1, with
+s(τ) = (1 + τ)^-a. ``buffer`` is K, ``staleness_exponent`` is a (0.5 in the paper), ``cohort`` the number of devices
+that train at a time, Δ_k the difference from the device's base model, τ versions old. n_k are sample counts as in other
+rounds; the paper weighs all updates equally.
 
 A device trains at most once in a round; when it is done, another one starts. Updates count in the order of their
 acknowledgement: the first K in the open round, later ones in the next. The last round, and a round before a rollback

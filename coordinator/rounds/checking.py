@@ -76,7 +76,7 @@ def check_mask(
 
 
 def _fits_assignment(method: CoordinatorMethod, mask: Mask | None, assigned: Mask | None) -> bool:
-    """Return whether an update's mask is its assignment's, apart from neurons that devices may leave out."""
+    """Return whether an update's mask equals its assignment's, except for neurons that devices may omit."""
     optional = method.active.optional if method.active else None
     if optional and isinstance(mask, NeuronMask) and isinstance(assigned, NeuronMask) and optional in assigned.active:
         mask = NeuronMask({**mask.active, optional: assigned.active[optional]})

@@ -43,7 +43,7 @@ _COST = (
 
 
 class UploadCosts:
-    """Upload costs, kept in memory until a round closes or a page is read: they need no transaction of their own."""
+    """Upload costs, kept in memory until a round closes or a page is read: they need no separate transaction."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

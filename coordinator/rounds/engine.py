@@ -9,13 +9,13 @@
 
 Round 0 is the preparation of a model by one device, if the method needs it; it repeats until an update comes.
 
-Calls from devices only record facts, each in one transaction. ``advance`` acts on them: it opens rounds, folds updates
-into running sums and closes rounds. One thread at a time calls it, after each fact and at every tick. Its transactions
-are refused if another process now moves the rounds (``storage.processes``).
+Devices' calls only record facts, each in one transaction. ``advance`` acts on them, in one thread, after each fact and
+at every tick: it opens rounds, folds updates into running sums and closes rounds. Its transactions are refused if
+another process now moves the rounds (``storage.processes``).
 
 An update is on disk and in the records before it is acknowledged. The running sums are only in memory and are rebuilt
-after a restart. Updates are folded in the cohort's order (by device name); an early one waits on disk. So the same
-updates give the same model bit for bit, and memory does not grow with the cohort.
+after a restart. Updates are folded in the cohort's order (by device name), so the same updates give the same model bit
+for bit. An early update waits on disk, so memory does not grow with the cohort.
 
 A device that misses a deadline, or is silent for ``silence_seconds`` while its work is awaited, is not drawn until it
 asks for work; one that returns work is not drawn for a minute. A round without updates leaves the model unchanged.

@@ -6,14 +6,12 @@
                     1.4826 MAD, a normal distribution's standard deviation (Leys et al., J. Exp. Soc. Psychol. 2013)
 
 The root mean square, unlike the norm, allows comparing updates of unequal budgets. The MAD is at least 5 % of the
-median, so that nearly identical updates do not exclude the next one.
+median, so that nearly identical updates do not exclude the next one. Outliers, and the usual length of the first round,
+need all updates: these are measured first and folded when the round closes.
 
-Outliers, and the usual length of the first round, are known only after all updates have come. Until then updates are
-only measured; they are read again when the round closes. An update that is left out stays acknowledged.
-
-Values that are not finite in the federation's precision never enter a model. An update with such values is refused
-(``fault_of_update``), or left out if they appear only when it is added to a newer model. If the sums have such values,
-the old model stays (``next_model``), because no single update can be blamed.
+An update with values that are not finite in the federation's precision is refused (``fault_of_update``), or left out if
+they appear only in a sum with a newer model. If the round's sums have such values, the old model stays
+(``next_model``).
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The usual length of updates, from which ``relative_clip`` computes its bound.
 
-A length is the 2-norm of an update's difference from the sent values, not scaled by the budget: a device that trains a
-twentieth of the values moves each further, with about the same norm (docs/results/security.md).
+A length is the 2-norm of an update's difference from the sent values, not scaled by the budget: devices with different
+budgets have about the same norm (docs/results/security.md).
 
-The usual length is the lower median over the last ``WINDOW`` rounds, known before a round's first update. The first
-round uses its own lower median. Lengths count after clipping: less than half of the devices cannot raise the usual
-length above the longest honest one. With the lower median, the longer of two updates does not set its own bound.
-
-Lengths are kept in the rounds' notes, so a restart does not change the bound.
+The usual length is the lower median over the last ``WINDOW`` rounds; the first round uses its own. Lengths count after
+clipping, so less than half of the devices cannot raise it above the longest honest one. With the lower median, the
+longer of two updates does not set its own bound. Lengths are kept in the rounds' notes, so a restart does not change
+the bound.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``COORDINATOR_BLOBS=s3://BUCKET/PREFIX``. Credentials and endpoint come from the usual variables AWS_ACCESS_KEY_ID,
 AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL (which may be http://). An acknowledged object
-is durable, and replaces the old one as a whole.
+is durable and replaces the old one atomically.
 """
 
 from __future__ import annotations

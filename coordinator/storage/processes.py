@@ -5,13 +5,13 @@
     writing   one transaction at a time in all processes: each locks a table before it reads, so it sees all earlier
               writes.
     moving    one process opens, folds and closes rounds: the holder of the lease (``tables.Lease``), renewed every
-              ``BEAT_SECONDS``. If it is killed or loses its connection, its advisory lock is released, and another
-              process takes over at once. If it is stopped or hangs, the lease expires.
+              ``BEAT_SECONDS``. If it is killed, its advisory lock is released, and another process takes over at once.
+              If it hangs, the lease expires.
     waking    LISTEN and NOTIFY: facts are sent to the process that moves rounds, moves to all waiting calls.
 
-A process takes over in its turn to write, and begins a new epoch of the lease. Every transaction that moves rounds
-checks the epoch in its own turn, so a replaced process that wakes up changes nothing. A process that is stopped in its
-turn blocks all writers until the server ends its transaction (``database.IDLE_SECONDS``).
+A process that takes over begins a new epoch of the lease. Every transaction that moves rounds checks the epoch, so a
+replaced process that wakes up changes nothing. A process that hangs while it writes blocks all writers until the server
+ends its transaction (``database.IDLE_SECONDS``).
 """
 
 from __future__ import annotations

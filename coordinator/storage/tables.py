@@ -32,23 +32,14 @@ class Base(DeclarativeBase):
 
 
 class Federation(Base):
-    """One learning problem with a method and its settings.
-
-    ``uid`` distinguishes it from a federation of the same name on another or recreated coordinator. ``round`` counts
-    closed rounds; ``model_version`` counts global models from w^0 = 0; ``model_sha256`` is the digest of the current
-    file. ``rollback_version`` is restored after the open round. ``warning``: the method's last warning. ``secret``: key
-    of the draws (``draws``); ``noise_key``: key of a private federation's noise; both leave the records only in
-    backups. ``published_bytes``: size of the publication, 0 for a built-in task. ``published``: completed settings and
-    model digest at publication. ``publication``: the signed publication (``signatures.Published``), ``publisher``: its
-    author's key, ``publication_sha256``: digest of the statement, ``replacement_publication``: that of ``replacement``.
-    ``arrivals`` numbers the updates of buffered rounds. ``replacement``: manifest of a new version of the model, which
-    replaces ``manifest`` after the open round; ``replacements`` counts them. An ``id`` is never reused.
-    """
+    """One learning problem with a method and its settings. An ``id`` is never reused."""
 
     __tablename__ = "federations"
 
     id: Mapped[int] = mapped_column(primary_key=True)
+    # Distinguishes it from a federation of the same name on another or recreated coordinator.
     uid: Mapped[str] = mapped_column(String(32), unique=True)
+    # Key of the draws (``draws``). It leaves the records only in backups, like ``noise_key``.
     secret: Mapped[bytes] = mapped_column(LargeBinary(32))
     name: Mapped[str] = mapped_column(String(64), unique=True)
     task: Mapped[str] = mapped_column(String(200))
@@ -56,39 +47,48 @@ class Federation(Base):
     settings: Mapped[dict[str, Any]] = mapped_column(JSON)
     # Long, and cached by coordinator.models.
     manifest: Mapped[str] = mapped_column(Text, deferred=True)
+    # Manifest of a new version of the model, which replaces ``manifest`` after the open round.
     replacement: Mapped[str | None] = mapped_column(Text)
     replacement_publication: Mapped[str | None] = mapped_column(Text, deferred=True)
+    # Number of replaced versions.
     replacements: Mapped[int] = mapped_column(default=0, server_default="0")
     status: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(String(32))
+    # The method's last warning.
     warning: Mapped[str | None] = mapped_column(Text)
+    # Number of closed rounds.
     round: Mapped[int] = mapped_column(default=0)
+    # Number of the global model, 0 for w^0.
     model_version: Mapped[int] = mapped_column(default=0)
+    # The global model to restore after the open round.
     rollback_version: Mapped[int | None]
+    # Number of updates of buffered rounds so far.
     arrivals: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     model_sha256: Mapped[str] = mapped_column(String(64))
+    # Size of the publication, 0 for a built-in task.
     published_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     created_at: Mapped[float]
     finished_at: Mapped[float | None]
-    # Needed only when it is published again.
+    # Completed settings and model digest at publication, needed only when it is published again.
     published: Mapped[dict[str, Any] | None] = mapped_column(JSON, deferred=True)
+    # Key of a private federation's noise.
     noise_key: Mapped[bytes] = mapped_column(LargeBinary(32))
-    # Needed only when a device joins.
+    # The signed publication (``signatures.Published``), needed only when a device joins.
     publication: Mapped[str | None] = mapped_column(Text, deferred=True)
+    # Key of the publication's author.
     publisher: Mapped[str | None] = mapped_column(String(64))
+    # Digest of the publication's statement.
     publication_sha256: Mapped[str | None] = mapped_column(String(64))
 
 
 class DeletedFederation(Base):
-    """A deleted federation. Its id is not reused, since a killed process may have left blobs.
-
-    ``deleted_at`` is 0 while a federation is being created, and stays 0 if that failed.
-    """
+    """A deleted federation. Its id is not reused, because a killed process may have left blobs."""
 
     __tablename__ = "deleted_federations"
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     name: Mapped[str] = mapped_column(String(64))
+    # 0 while a federation is being created, also if that failed.
     deleted_at: Mapped[float]
 
 
@@ -102,21 +102,7 @@ class DeletedDevice(Base):
 
 
 class Device(Base):
-    """A device of one federation.
-
-    ``present`` is False after a missed deadline, silence or leaving, until the device asks again; it is not drawn then.
-    ``seen_at``: last call, to about 15 seconds; ``hosted``: silence has no meaning. After a returned assignment, or
-    ``refusals`` refused updates in a row, it is not drawn before ``rest_until``. ``holds_model``: it has proved that it
-    downloaded the whole model once. ``mask``: digest of the mask it last reported; ``model``: digest of the global
-    model it can rebuild. ``num_examples``: training samples, reported at enrolment, later, or first with an update.
-    ``bytes_down``, ``bytes_up``: total traffic. ``paused``: its policy's reason for being away; ``limited_by``: limit
-    of its budget. ``next_token_sha256``: a new token that replaces ``token_sha256`` at its first use. ``failure``:
-    reason of its last failed work (``messages.DeviceFailure``), until an update is accepted. ``removed``: revoked, and
-    no longer listed or counted. ``identity_key``: public
-    key in secure rounds, which never changes. ``sort_name``: key of natural order. ``accuracy``: last reported, of its
-    personal or else the global model; ``accuracy_alone``: with that, of its model trained only on its own data;
-    ``seconds``: download and training of its last update.
-    """
+    """A device of one federation."""
 
     __tablename__ = "devices"
     __table_args__ = (
@@ -133,48 +119,60 @@ class Device(Base):
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     federation_id: Mapped[int] = mapped_column(ForeignKey("federations.id"), index=True)
     name: Mapped[str] = mapped_column(String(64))
+    # Key of natural order.
     sort_name: Mapped[str] = mapped_column(BY_BYTES, default=_sort_name, server_default="")
     token_sha256: Mapped[bytes] = mapped_column(LargeBinary(32), index=True)
     token_issued_at: Mapped[float] = mapped_column(server_default="0")
+    # A new token that replaces ``token_sha256`` at its first use.
     next_token_sha256: Mapped[bytes | None] = mapped_column(LargeBinary(32), index=True)
     enrolment_key_sha256: Mapped[bytes] = mapped_column(LargeBinary(32))
+    # Public key in secure rounds, which never changes.
     identity_key: Mapped[str | None] = mapped_column(String(64))
     # Needed only for observers.
     profile: Mapped[dict[str, Any]] = mapped_column(JSON, deferred=True)
     budget: Mapped[float]
+    # Limit of its budget.
     limited_by: Mapped[str | None] = mapped_column(String(16))
     status: Mapped[str] = mapped_column(String(16))  # active, stopped, revoked
     stopped_round: Mapped[int | None]
+    # False after a missed deadline, silence or leaving, until the device asks again; it is not drawn then.
     present: Mapped[bool] = mapped_column(default=True)
+    # Its policy's reason for being away.
     paused: Mapped[str | None] = mapped_column(String(16))
+    # Time until which it is not drawn, after a returned assignment or refused updates.
     rest_until: Mapped[float] = mapped_column(default=0.0)
+    # Refused updates in a row.
     refusals: Mapped[int] = mapped_column(default=0, server_default="0")
+    # Revoked, and no longer listed or counted.
     removed: Mapped[bool] = mapped_column(default=False, server_default=false())
+    # Reason of its last failed work (``messages.DeviceFailure``), until an update is accepted.
     failure: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    # Last reported accuracy of its personal or else the global model.
     accuracy: Mapped[float | None]
+    # Accuracy, reported together with that, of its model trained only on its own data.
     accuracy_alone: Mapped[float | None]
+    # Download and training of its last update.
     seconds: Mapped[float | None]
+    # Whether it has proved that it downloaded the whole model once.
     holds_model: Mapped[bool] = mapped_column(default=False)
+    # Digest of the mask that it last reported.
     mask: Mapped[str | None] = mapped_column(String(64))
+    # Digest of the global model that it can rebuild.
     model: Mapped[str | None] = mapped_column(String(64))
+    # Training samples, reported at enrolment, later, or first with an update.
     num_examples: Mapped[int | None] = mapped_column(BigInteger)
+    # Total traffic.
     bytes_down: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     bytes_up: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    # Whether its silence has no meaning.
     hosted: Mapped[bool] = mapped_column(default=False, server_default=false())
     enrolled_at: Mapped[float]
+    # Time of its last call, to about 15 seconds.
     seen_at: Mapped[float]
 
 
 class Round(Base):
-    """One round.
-
-    ``summary`` caches its record; ``stale``: a fact arrived since; ``facts`` counts them, to detect facts that arrive
-    while the record is made. ``target``: number of updates that closes it before its deadline; ``extensions``: number
-    of extended deadlines. ``base_version``, ``model_version``: global models before and after it; ``undone``: an
-    operator rolled it back. ``notes``: the method's counts at closing, with ``left_out``, reasons of updates not in the
-    model by assignment id; ``parts``: bytes of its updates by part. ``secure``: state of a secure round
-    (``rounds.secure_state``).
-    """
+    """One round."""
 
     __tablename__ = "rounds"
     __table_args__ = (UniqueConstraint("federation_id", "number"),)
@@ -185,84 +183,92 @@ class Round(Base):
     status: Mapped[str] = mapped_column(String(16))  # open, closed
     opened_at: Mapped[float]
     deadline_at: Mapped[float]
+    # Number of updates that closes it before its deadline.
     target: Mapped[int]
+    # Number of extended deadlines.
     extensions: Mapped[int] = mapped_column(default=0, server_default="0")
     closed_at: Mapped[float | None]
     model_sha256: Mapped[str | None] = mapped_column(String(64))
+    # The global model before it.
     base_version: Mapped[int | None]
+    # The global model after it.
     model_version: Mapped[int | None]
+    # Whether an operator rolled it back.
     undone: Mapped[bool] = mapped_column(default=False, server_default=false())
+    # The method's counts at closing; ``left_out`` has the reasons of updates not in the model, by assignment id.
     notes: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    # Bytes of its updates by part.
     parts: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    # State of a secure round (``rounds.secure_state``).
     secure: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    # Cache of its record.
     summary: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    # Whether a fact has arrived since.
     stale: Mapped[bool] = mapped_column(default=True)
+    # Number of facts, to detect those that arrive while the record is made.
     facts: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
 class Model(Base):
     """A global model that a round or the publication has committed and that is kept.
 
-    Only models in this table are served: a file of a failed transaction is unreferenced. ``sha256``, ``bytes``: of the
-    file of its values; ``state_sha256``: of the method's own state, if any. ``round``: that made it, 0 for the first
-    model; ``undone``: an operator rolled it back. ``accuracy``, ``loss``: means of devices' evaluations, noted while it
-    is one of the newest (``rounds.quality``). ``pinned_until``: kept for an operator who looks at it; 0 if not pinned.
+    Only models in this table are served: a file of a failed transaction is unreferenced.
     """
 
     __tablename__ = "models"
 
     federation_id: Mapped[int] = mapped_column(ForeignKey("federations.id"), primary_key=True)
     version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    # Digest of the file of its values.
     sha256: Mapped[str] = mapped_column(String(64))
+    # Digest of the method's own state, if any.
     state_sha256: Mapped[str | None] = mapped_column(String(64))
+    # Size of the file of its values.
     bytes: Mapped[int] = mapped_column(BigInteger)
+    # The round that made it, 0 for the first model.
     round: Mapped[int | None]
+    # Whether an operator rolled it back.
     undone: Mapped[bool] = mapped_column(default=False, server_default=false())
+    # Mean of devices' evaluations, noted while it is one of the newest (``rounds.quality``); so is ``loss``.
     accuracy: Mapped[float | None]
     loss: Mapped[float | None]
+    # Time until which it is kept for an operator who looks at it; 0 if not pinned.
     pinned_until: Mapped[float] = mapped_column(default=0.0, server_default="0")
 
 
 class Event(Base):
-    """An event of a federation or of one of its devices (``storage.events``).
-
-    ``kind``: of ``protocol.events.EventKind``. ``round``: closed rounds at that time. ``device``: name, None for the
-    whole federation. ``detail``: a reason's code, or changed settings. An ``id`` is never reused.
-    """
+    """An event of a federation or of one of its devices (``storage.events``). An ``id`` is never reused."""
 
     __tablename__ = "events"
     __table_args__ = (Index("events_of_federation", "federation_id", "id"), {"sqlite_autoincrement": True})
 
     id: Mapped[int] = mapped_column(primary_key=True)
     federation_id: Mapped[int] = mapped_column(ForeignKey("federations.id"))
+    # One of ``protocol.events.EventKind``.
     kind: Mapped[str] = mapped_column(String(24))
     at: Mapped[float]
+    # Number of closed rounds at that time.
     round: Mapped[int]
+    # Name, None for the whole federation.
     device: Mapped[str | None] = mapped_column(String(64))
+    # A reason's code, or changed settings.
     detail: Mapped[str] = mapped_column(Text)
 
 
 class Lease(Base):
-    """The right to move rounds, one row for all processes that share the records (``storage.processes``).
-
-    ``epoch`` counts its holders; transactions of earlier ones are refused. ``expires_at``: by the database's clock.
-    """
+    """The right to move rounds, one row for all processes that share the records (``storage.processes``)."""
 
     __tablename__ = "lease"
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    # Number of its holders so far; transactions of earlier ones are refused.
     epoch: Mapped[int] = mapped_column(server_default="0")
+    # Time on the database's clock.
     expires_at: Mapped[float] = mapped_column(server_default="0")
 
 
 class Assignment(Base):
-    """The work of one device in a round; its update's digest and report once accepted.
-
-    ``position`` orders the devices of a cohort, and their updates are folded in this order. ``full``: the payload is
-    the whole model; ``ratio``: active ratio; ``plan``: the method's further instructions; ``most_examples``: largest
-    weight of its update, None for no limit. ``draw_key``: key of its neurons if it shares them. In buffered rounds
-    ``arrival`` orders a federation's updates, and ``counted_round`` is the round in which an update counts.
-    """
+    """The work of one device in a round; its update's digest and report once accepted."""
 
     __tablename__ = "assignments"
     __table_args__ = (
@@ -291,13 +297,19 @@ class Assignment(Base):
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
     kind: Mapped[str] = mapped_column(String(16))
     round: Mapped[int]
+    # Order of the devices of a cohort, in which their updates are folded.
     position: Mapped[int]
     status: Mapped[str] = mapped_column(String(16))  # open, done, returned, expired
     model_version: Mapped[int]
+    # Whether the payload is the whole model.
     full: Mapped[bool]
+    # Active ratio.
     ratio: Mapped[float | None]
+    # Key of its neurons if it shares them.
     draw_key: Mapped[str | None] = mapped_column(String(32))
+    # The method's further instructions.
     plan: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    # Largest weight of its update, None for no limit.
     most_examples: Mapped[int | None] = mapped_column(BigInteger)
     created_at: Mapped[float]
     deadline_at: Mapped[float]
@@ -306,27 +318,30 @@ class Assignment(Base):
     report: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     upload_cost: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     return_reason: Mapped[str | None] = mapped_column(Text)
+    # Order of a federation's updates in buffered rounds.
     arrival: Mapped[int | None] = mapped_column(BigInteger)
+    # The buffered round in which its update counts.
     counted_round: Mapped[int | None]
 
 
 class Token(Base):
     """A token of an operator; only the SHA-256 of its secret is stored.
 
-    ``kind``: admin, observer, enrolment. ``uses``: devices enrolled with it, at most ``max_uses``. ``made_by``: id of
-    the admin token of the call that made it, ``settings`` for the one of the settings, None if it was made on the
-    coordinator's machine. Tokens are never deleted, even with their federation: their kind remains guarded.
+    Tokens are never deleted, even with their federation: their kind remains guarded.
     """
 
     __tablename__ = "tokens"
 
     id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    # admin, observer or enrolment.
     kind: Mapped[str] = mapped_column(String(16))
     note: Mapped[str] = mapped_column(String(200))
     secret_sha256: Mapped[bytes] = mapped_column(LargeBinary(32), unique=True)
     federation_id: Mapped[int | None] = mapped_column(ForeignKey("federations.id"))
     max_uses: Mapped[int | None]
+    # Devices enrolled with it, at most ``max_uses``.
     uses: Mapped[int] = mapped_column(default=0)
+    # Id of the admin token whose call made it, ``settings`` for the setting's, None on the coordinator's machine.
     made_by: Mapped[str | None] = mapped_column(String(16))
     created_at: Mapped[float]
     expires_at: Mapped[float | None]
@@ -334,16 +349,15 @@ class Token(Base):
 
 
 class BrowserSession(Base):
-    """A browser signed in with an operator's token (``fleet.sessions``); only the SHA-256 of its id is stored.
-
-    ``kind``: that of the token. ``token_id``: the token in the records; for a token of the settings, ``proof`` instead:
-    the HMAC-SHA-256 of its digest with the id as key, from which the token cannot be guessed without the id.
-    """
+    """A browser signed in with an operator's token (``fleet.sessions``); only the SHA-256 of its id is stored."""
 
     __tablename__ = "browser_sessions"
 
     id_sha256: Mapped[bytes] = mapped_column(LargeBinary(32), primary_key=True)
+    # Kind of the token.
     kind: Mapped[str] = mapped_column(String(16))
+    # The token in the records.
     token_id: Mapped[str | None] = mapped_column(ForeignKey("tokens.id"))
+    # For a token of the settings: HMAC-SHA-256 of its digest with the id as key, useless without the id.
     proof: Mapped[bytes | None] = mapped_column(LargeBinary(32))
     expires_at: Mapped[float]

@@ -2,14 +2,12 @@
 
     w_i <- sum over the devices k that sent i of n_k * w_ki / sum over the same devices of n_k        (FedSPU, Alg. 1)
 
-Numerators are float64. Memory is about one model in float64, for any cohort. Under neuron masks all values between the
-same two neurons (a kernel's taps, the columns of a flattened channel) have the same senders, so one weight per pair of
-neurons suffices. Under a round's shared element mask there is one weight for all, and packed values are summed
-directly.
+Numerators are float64; memory is about one model in float64, for any cohort. Under neuron masks all values between the
+same two neurons (a kernel's taps, the columns of a flattened channel) have the same senders, so one weight per pair
+suffices. Under a round's shared element mask one weight suffices for all.
 
-The last bits of float64 sums depend on the order. The caller folds updates in the cohort's fixed order, so that the
-same updates give the same model bit for bit. A value without a sender keeps its old value; it is not averaged in as
-zero.
+The last bits of float64 sums depend on the order, so the caller folds updates in the cohort's fixed order. A value
+without a sender keeps its old value.
 """
 
 from __future__ import annotations

@@ -6,22 +6,21 @@ After McMahan, Ramage, Talwar, Zhang, "Learning Differentially Private Recurrent
 arXiv:1710.06963, under these conditions:
 
 - Δ_c is the change of an update, 0 for values not sent; its 2-norm over the whole model is at most C. Every coordinate
-gets noise, so that the sent ones stay unknown. Updates have equal weights, since weights by examples would depend on
-data. m is the setting, not the number of updates. - A drawn cohort without any update gets noise, too: an unchanged
-model would reveal it. - The draw does not depend on data. Each device is drawn independently by the hash of its name
-and the round, with probability cohort / enrolled. An absent device, or one that returns its work, does not affect the
-draw of others. - Devices and observers know the cohorts, so no amplification by sampling is claimed: each round in
-which a device was drawn is one Gaussian mechanism. epsilon is that of the most drawn device, an upper bound by Rényi
-accounting (Mironov 2017). Devices are counted by name: a revoked and re-enrolled device is the same. - Two runs are
-neighbours if one device's updates differ (``privacy_adjacency``): they are arbitrary others (replacement) or zeros
-(zero_out; Kairouz and others, "Practical and Private (Deep) Learning without Sampling or Shuffling", ICML 2021,
-arXiv:2103.00039). The device is drawn for the same rounds in both. Replacing an update of norm at most C changes the
-sum by at most 2 C, zeroing it by C. Noise is measured in C, so for replacement it counts half: z = 1 is equivalent to z
-= 0.5 for zero_out. - Reports on candidates at the end (``personal_model=fleet``) are summed with the same noise: one
-more event for each asked device. - Noise is derived from a key of 256 random bits that never leaves the records, from
-the round and from the round's sum. So a round that is closed again, after a failed commit or a crash, gives the same
-model, and its noise cannot be averaged out. Different sums never share their noise, which would cancel in the
-difference of two models.
+  gets noise, so that the sent ones stay unknown. Updates have equal weights, because weights by examples would depend
+  on data. m is the setting, not the number of updates.
+- A drawn cohort without any update gets noise, too: an unchanged model would reveal it.
+- Each device is drawn independently by the hash of its name and the round, with probability cohort / enrolled. The draw
+  does not depend on data or on other devices.
+- Cohorts are known, so no amplification by sampling is claimed: each round in which a device was drawn is one Gaussian
+  mechanism. epsilon is that of the most drawn device, an upper bound by Rényi accounting (Mironov 2017). Devices are
+  counted by name, also after a new enrolment.
+- Two runs are neighbours if one device's updates differ (``privacy_adjacency``): they are arbitrary (replacement) or
+  zeros (zero_out; Kairouz and others, ICML 2021, arXiv:2103.00039). Replacing an update of norm at most C changes the
+  sum by at most 2 C, zeroing it by C, so for replacement noise counts half.
+- Reports on candidates at the end (``personal_model=fleet``) are summed with the same noise: one more event.
+- Noise is derived from a key of 256 random bits that stays in the records, from the round and from the round's sum. So
+  a round that is closed again gives the same model, and its noise cannot be averaged out. Different sums never share
+  noise, which would cancel in their difference.
 
 Numbers are doubles, with which a Gaussian is not exact (Mironov, CCS 2012); there is no defence against this.
 """

@@ -1,9 +1,8 @@
-"""Robust rules by coordinate, in place of a round's weighted mean, against a few malicious devices.
+"""Robust rules by coordinate, instead of a round's weighted mean, against a few malicious devices.
 
-Of n devices drawn for a round up to f = max(1, floor(share n)) may be malicious: they send any values under any
-accepted mask, in collusion. f is counted among the round's devices, not among a coordinate's senders: malicious devices
-can ask for a budget of 1 and send every coordinate, while few honest devices send the same one. It is counted among
-drawn devices, not answers, since malicious devices are never late.
+Of n drawn devices up to f = max(1, floor(share n)) may be malicious: they send any values under any accepted mask, in
+collusion. f is a share of the drawn devices, not of a coordinate's senders or of the answers, because malicious devices
+can send every coordinate and are never late.
 
     trimmed_mean   of a coordinate's values the f smallest and the f largest are left out, and the rest averaged
     median         the middle value, or the mean of both     (both: Yin, Chen, Ramchandran, Bartlett, ICML 2018,
@@ -17,21 +16,18 @@ updates are malicious, an honest device moved one of the tensor's values that fa
 
 Guarantees for each coordinate with up to f malicious devices:
 
-    trimmed_mean, median   A coordinate with fewer than 2f + 1 senders (at least three) keeps its old value. Any other
-                           ends between the smallest and the largest clipped value of honest devices.
-    krum                   A coordinate moves by at most its bound. Krum guarantees nothing for single coordinates: an
-                           update may be near the others, and far off in one coordinate (El Mhamdi, Guerraoui,
-                           Rouault, ICML 2018). A round of fewer than 2f + 3 updates does not change the model. Methods
-                           whose devices send different parts of the model are refused, since their updates have no
-                           distances.
+    trimmed_mean, median   With fewer than 2f + 1 senders (at least three) it keeps its old value. Otherwise it ends
+                           between the smallest and the largest clipped value of honest devices.
+    krum                   It moves by at most its bound. An update may be near the others and far off in one coordinate
+                           (El Mhamdi, Guerraoui, Rouault, ICML 2018). Fewer than 2f + 3 updates do not change the
+                           model. Methods whose devices send different parts of the model are refused.
 
 With more than f malicious devices, but at most half of the updates, the bound still holds. Values have equal weights,
-since a device could claim any number of examples.
+because a device could claim any number of examples.
 
-All updates of a round are needed at once. Each is written to an unnamed file, 4 bytes per value of the whole model, and
-read back in slices of coordinates. A slice of all updates has as many values as one model (at least 2^20), with 4 bytes
-each and five times 8 during sorting; with the old and the new model and the numbers of senders, that is about 14 models
-in float32 for any cohort, plus two numbers per pair of updates for Krum.
+Each update is written to an unnamed file, 4 bytes per value of the whole model, and read back in slices of coordinates.
+A slice of all updates has as many values as one model (at least 2^20). Memory is about 14 models in float32 for any
+cohort, plus two numbers per pair of updates for Krum.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def add_compute(parser: argparse.ArgumentParser) -> None:
 def choose_compute(
     engine: EngineChoice, accelerator: str, threads: int | None, *, bfloat16: bool, deterministic: bool = False
 ) -> tuple[EngineChoice, Compute]:
-    """Return the engine, as far as it is known yet, and the compute.
+    """Return the engine, if it is known yet, and the compute.
 
     Raises CannotTrain if the engine's package is missing, BadArgument if the engine does not support the options.
     """

@@ -444,7 +444,7 @@ class StateFolder:
             self.keep_as_best()
 
     def save_best(self, manifest: Manifest, model: Tensors, progress: Progress) -> None:
-        """Store ``model`` as the best one, apart from the model that training continues."""
+        """Store ``model`` as the best one, separately from the model in training."""
         self._write(personal.BEST, personal.write(self._saved(manifest, model, progress, self._saves, best=True)))
 
     def _saved(

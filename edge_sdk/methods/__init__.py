@@ -249,8 +249,8 @@ class DeviceMethod:
 
     picks_best: personal models of earlier rounds stay usable; otherwise a device keeps the last. mixes_global: a
     mixture of the personal and the global model is a valid personal model; the server half declares the same. finish:
-    trains such a mixture once more; returns model and FLOPs. payload_parts: what payloads may have beside values, with
-    ``Part.count`` at most. sums: the server half only needs sums of updates' values, so that secure aggregation is
+    trains such a mixture once more; returns model and FLOPs. payload_parts: additional parts of payloads, with at most
+    ``Part.count`` numbers. sums: the server half only needs sums of updates' values, so that secure aggregation is
     possible. adds_local_noise: rounds send only values, under a mask independent of the data (``device.local_noise``).
 
     acts: counts, or names in the server half's notes, that prove an effect; the bench reports a zero. act_on: such a

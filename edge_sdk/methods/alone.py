@@ -1,4 +1,4 @@
-"""A local-only model that a device trains beside the federation's, and may use at the end.
+"""A local-only model that a device trains in addition to the federation's, and may use at the end.
 
 It starts as the first whole model received. Each round trains it as long as the federation's model, with the same
 settings and budget; it is never sent. It is the best model if devices have little in common. It costs as much as the

@@ -52,8 +52,9 @@ def train_chosen(job: Job, score: Score) -> Trained:
 
 
 def measure(job: Job, score: Score, *, batches: int | None = None) -> tuple[Scores, int]:
-    """Return the scores of the received model's neurons, and FLOPs. batches: use only the first so many of the training
-    data; None: all."""
+    """Return the scores of the received model's neurons, and FLOPs. batches: number of training batches to use; None:
+    all.
+    """
     job.engine.load(whole_model(job.manifest, job.received))
     scores = no_scores(job.manifest)
     tensors = job.engine.read()

@@ -181,7 +181,7 @@ def _masks_of(job: Job) -> Masks:
 
 
 def _packed(masks: Masks) -> Tensors:
-    """Return the arrays that a device keeps beside its personal model."""
+    """Return the arrays that a device keeps in addition to its personal model."""
     assert masks.kept is not None, "pruned before"
     weights, scores, kept = (
         np.concatenate([each.reshape(-1) for each in of.values()]) for of in (masks.weights, masks.scores, masks.kept)

@@ -127,8 +127,7 @@ def pass_over(
     purpose: str,
     batches: int | None = None,
 ) -> int:
-    """Call ``visit`` with the gradients on each batch of the training data, or the first so many; return the number of
-    samples."""
+    """Call ``visit`` with the gradients on each training batch, or on ``batches`` of them; return the sample count."""
     samples = 0
     count = len(job.task.train)
     for batch in islice(job.engine.epochs(job.task.train, job.seed(purpose)), min(batches or count, count)):

@@ -1,9 +1,9 @@
 """ONNX translations of backward operators that torch's exporter lacks or translates inefficiently.
 
-``TABLE``: functions with the operator's arguments, values of the ONNX graph in place of tensors, that return such
-values. Spatial sizes are fixed; the batch is free. ``DECOMPOSITIONS``: normalisations and their backward passes, in
-half as many operators as torch's own decompositions; the exporter's batch norm in training mode is wrong. ``Fourier``:
-transforms of signals as products of real matrices.
+``TABLE``: functions with the operator's arguments, with values of the ONNX graph instead of tensors. Spatial sizes are
+fixed; the batch is free. ``DECOMPOSITIONS``: normalisations and their backward passes, in half as many operators as
+torch's own decompositions; the exporter's batch norm in training mode is wrong. ``Fourier``: transforms of signals as
+products of real matrices.
 """
 
 from __future__ import annotations

@@ -272,8 +272,8 @@ PUBLISHED = ("glass_blur", "motion_blur", "zoom_blur", "snow", "frost", "fog", "
 def read_published(folder: Path, name: str, severity: int, targets: Array, *, shape: tuple[int, ...]) -> Images:
     """Return the published images of one kind and severity [N, *shape], mapped, in the order of ``targets`` [N].
 
-    ``CIFAR-10-C`` lies in ``folder``, or beside it if it is a file. Raises DataError, also if its ``labels.npy``
-    differs from ``targets``: the images would then be in another order.
+    ``CIFAR-10-C`` is in ``folder``, or next to it if it is a file. Raises DataError, also if its ``labels.npy`` differs
+    from ``targets``: the images would then be in another order.
     """
     place = (folder if folder.is_dir() else folder.parent) / FOLDER
     images, labels = (_mapped(place / f"{each}.npy") for each in (name, "labels"))

@@ -144,7 +144,7 @@ def read_dealing(
     if "leave_out" in fields:
         fields.setdefault("test", "published")
     if "held_out" in fields and fields.get("test") == "published":
-        raise BadOption("--data: with test=published no own samples are held out; leave held_out out")
+        raise BadOption("--data: held_out has no effect with test=published; leave it out")
     if "corruption" in fields and not corruptible:
         raise BadOption(f"--data: corruption={fields['corruption']} needs images of bytes, which {task} does not have")
     return Dealing(**{"path": path, "seed": seed, **fields, "partition": name, "options": tuple(sorted(options))})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Handwritten digits: 1,797 grey images of 8 x 8 pixels, in ``digits.npz`` beside this file.
+"""Handwritten digits: 1,797 grey images of 8 x 8 pixels, in ``digits.npz`` in this folder.
 
 The test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, UCI Machine Learning Repository,
 https://doi.org/10.24432/C50P49, CC BY 4.0), as shipped by scikit-learn: ``pixels``, uint8 [1797, 8, 8] from 0 to 16,

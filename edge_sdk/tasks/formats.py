@@ -170,7 +170,7 @@ def _archived(path: Path, archive: Mapping[str, Array], use: str, inputs: Array 
 
 
 def _people_beside(path: Path, archive: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the people arrays of a file beside this one, such as mnist_writers.npz."""
+    """Return the people arrays of a file in the same folder, such as mnist_writers.npz."""
     for kind in PEOPLE:
         beside = path.with_name(f"{path.stem}_{kind}s.npz")
         if not beside.is_file():

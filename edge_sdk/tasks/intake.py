@@ -311,8 +311,9 @@ class _Loader:
         return found[self._known(found)]
 
     def _known(self, targets: Array) -> NDArray[np.bool_]:
-        """Return the samples that the loss does not ignore as a whole, bool [N]; a batch of ignored samples would give
-        a loss of 0 / 0."""
+        """Return the samples with at least one target that the loss does not ignore, bool [N]; a batch of ignored
+        samples would give a loss of 0 / 0.
+        """
         if self._ignored is None or self._name == "public" or targets.dtype.kind not in "iu":
             return np.ones(len(targets), np.bool_)
         counts: NDArray[np.bool_] = np.any(targets.reshape(len(targets), -1) != self._ignored, axis=1)

@@ -1,4 +1,4 @@
-"""Metrics of a task beside its loss, in numpy.
+"""Metrics of a task in addition to its loss, in numpy.
 
 A metric takes all outputs [N, ...] and all targets [N, ...] of held-out data and returns one number.
 """

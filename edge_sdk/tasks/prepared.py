@@ -170,7 +170,7 @@ def compute_own(batches: Batches, description: Preparation) -> dict[str, NDArray
 
 
 def prepared(task: Task, preparer: Preparer, *, memory_limit: int | None = None) -> Task:
-    """Return the task with prepared samples in place of raw ones, unless that was done before.
+    """Return the task with prepared instead of raw samples; repeated calls have no effect.
 
     memory_limit: bytes that the process may hold; None: the available memory. Raises BadArgument for raw samples of
     another shape or type, and GraphError for a preparation that mixes samples of a batch.

@@ -5,7 +5,7 @@ with the gradient
 
     dW[A, B] = sum over samples and positions of delta[:, A]^T h[:, B]             (FedSPU, Eq. 5)
 
-from the saved active columns of the input: r·c multiplications in place of n·m.
+from the saved active columns of the input: r·c multiplications instead of n·m.
 """
 
 from __future__ import annotations

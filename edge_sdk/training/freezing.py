@@ -52,7 +52,7 @@ class Freezing:
     """Frozen entries of a model's parameters in one round; a context manager around training.
 
     Create it after the round's weights are loaded. elements: name -> bool of the parameter's shape; the others must be
-    zero, and stay zero. trained: name -> bool; the others are frozen as they are. Raises ManifestError, naming the
+    zero, and stay zero. trained: name -> bool; the others are frozen unchanged. Raises ManifestError, naming the
     parameter, if the model does not match the manifest, and ValueError for unknown parameters, wrong shapes, and masked
     weights other than zero.
     """

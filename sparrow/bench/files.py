@@ -1,4 +1,4 @@
-"""The files of ``--data`` if each simulated device has a file of its own."""
+"""The files of ``--data`` if each simulated device has its own file."""
 
 from __future__ import annotations
 

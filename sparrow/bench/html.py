@@ -18,7 +18,7 @@ STYLE = (
 
 
 def write_html(page: Path) -> Path:
-    """Write a page as one HTML file beside it, with embedded pictures; return the file.
+    """Write a page as one HTML file in the same folder, with embedded pictures; return the file.
 
     Supports only headings, lists, tables, paragraphs, and pictures in the same folder.
     """

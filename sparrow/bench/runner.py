@@ -182,7 +182,7 @@ def run_trial(
     """Run or resume one training and return the rows of each trial that evaluates it.
 
     retuned: trials that differ only in fine-tuning copies (``finetune_``...); they only have the last point. observe:
-    start anew, with one device at a time, and analyse devices after evaluations.
+    start again, with one device at a time, and analyse devices after evaluations.
     """
     trial = trials[0]
     digest = hashlib.sha256(trial.model_dump_json().encode()).hexdigest()[:16]

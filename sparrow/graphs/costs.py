@@ -108,7 +108,7 @@ class _Node:
 def work_of(node: NodeProto, values: Values, readers: Collection[str] = ("",)) -> Work:
     """Return the work of one node; an unknown operator costs as much as the slowest plain one.
 
-    readers: operators that read its results; "" stands for an output of the graph.
+    readers: operators that read its results; "" means an output of the graph.
     """
     seen = _Node(node, values)
     if not seen.outputs or _is_folded(seen, readers):

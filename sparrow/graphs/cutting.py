@@ -541,7 +541,7 @@ def _pool(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
 
 
 def _unpool(cutter: Cutter, node: onnx.NodeProto) -> Plan | None:
-    """Put errors at the maxima of the cut value that was pooled."""
+    """Route errors to the maxima of a pooled, cut value."""
     places = cutter.pooled(node.input[1])
     shape = cutter.shape(node.output[0])
     if places is None or len(node.input) < 3 or shape is None or None in shape[1:]:

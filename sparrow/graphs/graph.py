@@ -182,7 +182,7 @@ def drop_unused_in_place(graph: GraphProto) -> None:
 
 
 def evaluate(node: NodeProto, inputs: Sequence[Array | None], version: int) -> list[Array]:
-    """Return the node's outputs by ONNX's reference implementation in numpy; None stands for a missing input."""
+    """Return the node's outputs by ONNX's reference implementation in numpy; None means a missing input."""
     # The import takes long.
     from onnx.reference import ReferenceEvaluator
 
@@ -336,7 +336,7 @@ def _fix_shapes_and_types_in_place(model: ModelProto) -> None:
 
 
 def set_target_in_place(graph: GraphProto, node: NodeProto, target: NDArray[np.int64]) -> None:
-    """Give a Reshape a constant of its own as its shape."""
+    """Give a Reshape its own constant shape."""
     if node.input[1] not in constants(graph) or read_counts(graph)[node.input[1]] > 1:
         node.input[1] = fresh_name(graph, f"{node.output[0]}.shape")
     set_attribute_in_place(node, "allowzero", None)

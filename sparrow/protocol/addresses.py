@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_unspecified(host: str) -> bool:
-    """Return whether this host stands for all addresses of a machine: 0.0.0.0 or ::."""
+    """Return whether this host means all addresses of a machine: 0.0.0.0 or ::."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:

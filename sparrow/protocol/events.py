@@ -1,6 +1,6 @@
 """Events of a federation: the one list of their kinds, for the timeline, its marks in charts, and webhooks.
 
-An event has a start and no duration. The end of a failure or a pause is an event of its own.
+An event has a start and no duration. The end of a failure or a pause is a separate event.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Uniform(Record):
 
 
 class Data(Record):
-    """Values begin as published beside the manifest."""
+    """Initial values are published with the manifest."""
 
     kind: Literal["data"] = "data"
 
@@ -174,8 +174,8 @@ class Layer(Record):
 class Manifest(Record):
     """A model: tensors (state-dict order), hidden neuron groups (forward order), layers and input.
 
-    Shapes leave the batch out. ``*_sha256`` are digests of files beside it: graphs (step and evaluation both or
-    neither), values of frozen tensors, and first values of tensors that stay on devices (``protocol.values``).
+    Shapes leave the batch out. ``*_sha256`` are digests of its files: graphs (step and evaluation both or neither),
+    values of frozen tensors, and first values of tensors that stay on devices (``protocol.values``).
     """
 
     version: Literal[1] = 1
@@ -317,7 +317,7 @@ class Manifest(Record):
 
     @cached_property
     def graphs(self) -> dict[GraphName, str]:
-        """The graphs beside it -> their SHA-256."""
+        """The names of its graphs -> their SHA-256."""
         named: dict[GraphName, str | None] = {
             "skeleton": self.skeleton_sha256,
             "step": self.step_sha256,
@@ -328,7 +328,7 @@ class Manifest(Record):
 
     @cached_property
     def files(self) -> dict[FileName, str]:
-        """The files beside it -> their SHA-256."""
+        """The names of its files -> their SHA-256."""
         named: dict[FileName, str | None] = {name: self.graphs[name] for name in self.graphs}
         named |= {"frozen": self.frozen_sha256, "first": self.first_sha256}
         return {name: digest for name, digest in named.items() if digest is not None}

@@ -1,4 +1,4 @@
-"""Parts of a message beside its values: vectors that a method sends with them, such as signs or squared gradients.
+"""Additional parts of a message: vectors that a method sends with the values, such as signs or squared gradients.
 
 A method declares its parts; bundle, coordinator and session handle them by these declarations. There are two types of
 numbers, which an array's dtype shows:

@@ -50,7 +50,7 @@ def values_file(which: Values) -> str:
 
 
 def sign(body: bytes) -> bytes:
-    """Return a file with its digest in place of the first ``UNSIGNED``."""
+    """Replace a file's first ``UNSIGNED`` by the file's digest."""
     return body.replace(UNSIGNED.encode(), hashlib.sha256(body).hexdigest().encode(), 1)
 
 

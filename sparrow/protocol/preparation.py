@@ -1,7 +1,7 @@
 """Descriptions of a model's preparation and targets: how raw samples become inputs, and the meaning of outputs.
 
 A *raw sample* is one row of a table as float32, with categories by index, or one sample of an npz file in its own type.
-The preparation is an ONNX graph from a batch of raw samples to a batch of inputs, published beside the skeleton. These
+The preparation is an ONNX graph from a batch of raw samples to a batch of inputs, published with the skeleton. These
 records are part of the manifest: devices need them to read files, and people to understand an exported model.
 """
 

@@ -1,4 +1,4 @@
-"""Files of values beside a manifest: frozen values, and first values of tensors that stay on devices.
+"""A manifest's files of values: frozen values, and first values of tensors that stay on devices.
 
 A file has the tensors in manifest order without names, little-endian and row-major, in their own type. Frozen float32
 tensors with at least two axes may be float16 (``frozen_precision``). Without names, the same backbone has the same file

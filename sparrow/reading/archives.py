@@ -106,7 +106,7 @@ class _File:
         return self.entries.get(self.key(name))
 
     def find(self, wanted: str) -> list[str]:
-        """Return this use's entries of this name in any case; ``person`` stands for all of ``PEOPLE``."""
+        """Return this use's entries of this name in any case; ``person`` means any of ``PEOPLE``."""
         ending = f"_{self.use}" if self.use else ""
         stems = {key: key.removesuffix(ending) for key in self.entries if key.endswith(ending)}
         return [

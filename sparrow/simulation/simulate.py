@@ -1,4 +1,4 @@
-"""``simulate`` and ``sparrow fleet``: simulate many devices, each with a session of its own.
+"""``simulate`` and ``sparrow fleet``: simulate many devices, each with its own session.
 
     simulate("http://127.0.0.1:8000", "digits", devices=1000, budgets=(0.2, 1.0), rounds=20)
 

@@ -108,7 +108,7 @@ def _name(host: str) -> str:
 
 
 def _addresses(host: str) -> list[IPv4Address | IPv6Address]:
-    """Return the addresses that a host stands for without a look-up of its name."""
+    """Return the addresses of a host without a look-up of its name."""
     if _name(host) == "localhost":
         return [IPv4Address("127.0.0.1"), IPv6Address("::1")]
     try:

@@ -67,7 +67,7 @@ def test_every_entry_is_read():
         ("test=published,shift=0.5", "shift=0.5 replaces the devices' own test samples, .* leave one of them out"),
         ("severity=3", "give corruption and severity together, as in corruption=contrast,severity=3"),
         ("corruption=contrast,severity=1", "corruption=contrast needs images of bytes, which mnist does not have"),
-        ("test=published,held_out=0.2", "no own samples are held out; leave held_out out"),
+        ("test=published,held_out=0.2", "held_out has no effect with test=published"),
     ],
 )
 def test_misspelt_data_is_explained(data, message):

@@ -49,7 +49,7 @@ class TooSlow(RequestError, HTTPException):
 class SmallBodies(Middleware):
     """Refuse long bodies of calls that the framework reads itself, before the caller is checked.
 
-    ``read_body`` reads updates, new federations, models and test data of known callers, with limits of their own.
+    ``read_body`` reads updates, new federations, models and test data of known callers, with separate limits.
     """
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:

@@ -73,7 +73,7 @@ class Channels:
         return list(zip(ends[::2], ends[1::2], strict=True))
 
     def computed(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Return the computed channels of ``tensor``, which lie along ``dim``."""
+        """Return the computed channels of ``tensor``, along ``dim``."""
         return tensor.index_select(dim, self._on) if len(self.off) else tensor
 
     def others(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ class Channels:
         return tensor.index_select(0, self._off)
 
     def joined(self, computed: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
-        """Return the vector [size] of both parts; None stands for zeros."""
+        """Return the vector [size] of both parts; None means zeros."""
         whole = computed.new_zeros(len(self.flags)).index_copy_(0, self._on, computed)
         return whole if others is None else whole.index_copy_(0, self._off, others)
 

@@ -117,7 +117,7 @@ def public_key(secret: bytes, context: str, use: str) -> str:
 
 
 def commitment(seed: bytes, context: str) -> str:
-    """Return a commitment to a self-mask's seed, which reveals nothing of it."""
+    """Return a commitment to a self-mask's seed, which does not reveal it."""
     return pads.derive(seed, context, COMMITMENT).hex()
 
 
