@@ -58,6 +58,7 @@ from .settings import Settings
 from .storage.database import BUSY_SECONDS, check_revision
 from .storage.store import Store
 from .web.steps import Steps
+from .webhook import Wanted, Webhook
 
 log = logging.getLogger(__name__)
 
@@ -188,10 +189,19 @@ class Coordinator:
         self.moved = Signal()
         self.changed = Signal()
         self.live_views = LiveViews(self.overviews, self.changed, self.stopping.is_set)
+        self.webhook = self._new_webhook(clock)
         self._facts = threading.Event()
         self._ended = threading.Event()
         self._mover: threading.Thread | None = None
         self._checking: asyncio.Future[None] | None = None
+
+    def _new_webhook(self, clock: Callable[[], float]) -> Webhook | None:
+        settings = self.settings
+        destination = settings.destination()
+        if destination is None or settings.webhook_secret is None:
+            return None
+        wanted = Wanted(destination, settings.webhook_secret.get_secret_value(), settings.webhook_kinds())
+        return Webhook(wanted, self.store, clock, self.metrics, self._trouble, settings.min_free_bytes)
 
     def open(self) -> None:
         """Resume the state of the last process and start the rounds thread; at the first start, create the default
@@ -209,12 +219,16 @@ class Coordinator:
         self.progress.note()
         self._mover = threading.Thread(target=self._move, name="rounds", daemon=True)
         self._mover.start()
+        if self.webhook is not None:
+            self.webhook.start()
 
     def close(self) -> None:
         """Stop the rounds thread, and close the store."""
         self.leave()
         self._ended.set()
         self._facts.set()
+        if self.webhook is not None:
+            self.webhook.close()
         if self._mover is not None:
             # If it hangs, it ends with the process.
             self._mover.join(STALLED_SECONDS)
@@ -233,11 +247,7 @@ class Coordinator:
 
         Simultaneous callers share one check, in a separate thread, and wait up to ``READY_SECONDS``.
         """
-        if not self._moves_on(STALLED_SECONDS):
-            runs = self._mover is not None and self._mover.is_alive()
-            stalled = f"has not moved for {self.progress.seconds():.0f} s"
-            raise Unavailable(f"the thread of the rounds {stalled if runs else 'has ended: restart the process'}")
-        self.store.troubles.check()
+        self._check_progress()
         if self._checking is None or self._checking.done():
             look = to_thread.run_sync(self._check_storage, limiter=CapacityLimiter(1))
             self._checking = asyncio.ensure_future(look)
@@ -247,6 +257,22 @@ class Coordinator:
         if not done:
             raise Unavailable(f"the records or the data folder have not answered for {READY_SECONDS:.0f} s")
         self._checking.result()
+
+    def _trouble(self) -> str | None:
+        """Return why the process is not ready, or None."""
+        try:
+            self._check_progress()
+            self._check_storage()
+        except Exception as error:
+            return str(error)
+        return None
+
+    def _check_progress(self) -> None:
+        if not self._moves_on(STALLED_SECONDS):
+            runs = self._mover is not None and self._mover.is_alive()
+            stalled = f"has not moved for {self.progress.seconds():.0f} s"
+            raise Unavailable(f"the thread of the rounds {stalled if runs else 'has ended: restart the process'}")
+        self.store.troubles.check()
 
     def _moves_on(self, seconds: float) -> bool:
         """Return whether the rounds thread is alive and made progress within ``seconds``, or was never started."""
@@ -272,11 +298,15 @@ class Coordinator:
         """Wake the rounds thread and live views. Thread-safe."""
         self._facts.set()
         self.changed.send()
+        if self.webhook is not None:
+            self.webhook.wake()
 
     def wake(self) -> None:
         """Wake waiting calls and live views. Thread-safe."""
         self.moved.send()
         self.changed.send()
+        if self.webhook is not None:
+            self.webhook.wake()
 
     def _hear(self, moved: bool) -> None:
         """Handle another process's message: it advanced rounds (``moved``) or recorded a fact."""

@@ -13,7 +13,10 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from sparrow.command_line.command import WrongUsage
 from sparrow.command_line.faults import faults
 from sparrow.command_line.nearest import nearest
+from sparrow.protocol.errors import BadArgument
+from sparrow.protocol.events import EventKind
 from sparrow.protocol.settings import FederationSettings
+from sparrow.transport.pinned import Destination
 
 from .fleet.access import KINDS, Kind
 
@@ -120,6 +123,19 @@ class Settings(BaseSettings):
         description="Memory of all bodies that are downloaded at a time, bytes; further callers must retry",
     )
     tick_seconds: float = Field(default=0.5, gt=0, le=60, description="Interval at which deadlines are checked, s")
+    webhook_url: SecretStr | None = Field(
+        default=None, description="Address to which events and alerts are posted, https://HOST/PATH; unset: none"
+    )
+    webhook_secret: SecretStr | None = Field(default=None, description="Key that signs the webhook's calls")
+    webhook_events: str = Field(
+        default="failed,finished,stopped,rolled_back",
+        description="Kinds of events to post, separated by commas; `*`: all. Alerts are always posted",
+    )
+    webhook_networks: str = Field(
+        default="",
+        description="Networks that are not public but may receive the webhook's calls, such as `10.1.2.0/24`, with "
+        "commas between",
+    )
     min_free_bytes: int = Field(
         default=256 * 1024**2,
         ge=0,
@@ -141,7 +157,7 @@ class Settings(BaseSettings):
         except RuntimeError:
             raise ValueError("this user has no home folder; set the data folder to another place") from None
 
-    @field_validator("admin_token", "observer_token", "enrolment_token")
+    @field_validator("admin_token", "observer_token", "enrolment_token", "webhook_secret")
     @classmethod
     def _hard_to_guess(cls, token: SecretStr | None) -> SecretStr | None:
         secret = "" if token is None else token.get_secret_value()
@@ -161,6 +177,36 @@ class Settings(BaseSettings):
                 names = " and ".join(f"{PREFIX}{each.upper()}_TOKEN" for each in (kind, kinds[token]))
                 raise ValueError(f"{names} are the same; give each kind its own token")
         return self
+
+    @field_validator("webhook_events")
+    @classmethod
+    def _kinds(cls, text: str) -> str:
+        known = {kind.value for kind in EventKind}
+        for kind in _listed(text) - {"*"}:
+            if kind not in known:
+                raise ValueError(f"{kind} is no kind of event{nearest(kind, known)}; give {', '.join(sorted(known))}")
+        return text
+
+    @model_validator(mode="after")
+    def _webhook(self) -> Settings:
+        if (self.webhook_url is None) != (self.webhook_secret is None):
+            raise ValueError("COORDINATOR_WEBHOOK_URL and COORDINATOR_WEBHOOK_SECRET belong together; set both")
+        try:
+            self.destination()
+        except BadArgument as error:
+            raise ValueError(f"COORDINATOR_WEBHOOK_URL or _NETWORKS: {error}") from None
+        return self
+
+    def destination(self) -> Destination | None:
+        """Return the address of the webhook, or None. Raises BadArgument."""
+        if self.webhook_url is None:
+            return None
+        return Destination.parse(self.webhook_url.get_secret_value(), self.webhook_networks)
+
+    def webhook_kinds(self) -> frozenset[str]:
+        """Return the kinds of events to post; empty for all."""
+        kinds = _listed(self.webhook_events)
+        return frozenset() if "*" in kinds else kinds
 
     @model_validator(mode="after")
     def _no_others(self) -> Settings:
@@ -189,6 +235,10 @@ class Settings(BaseSettings):
         """Return the configured operators' tokens by kind."""
         given: dict[Kind, SecretStr | None] = {kind: getattr(self, f"{kind}_token") for kind in KINDS}
         return {kind: token.get_secret_value() for kind, token in given.items() if token is not None}
+
+
+def _listed(text: str) -> frozenset[str]:
+    return frozenset(each.strip() for each in text.split(",") if each.strip())
 
 
 def read_settings() -> Settings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ REASONS = (
 )
 """Errors that refuse an update; others, such as a bug's, get a series with the first one."""
 DIRECTIONS = ("up", "down")
+STALLED_DEADLINES = 2
+"""Deadlines without a round that opens or closes after which a running federation is stalled."""
 
 
 class Metrics:
@@ -96,6 +98,10 @@ class Metrics:
             "sparrow_blob_write_duration_seconds", "Durable writes of models and updates", buckets=SECONDS
         )
 
+        self.webhook_events = counter("sparrow_webhook_events", "Events and alerts of the webhook", ["outcome"])
+        for outcome in ("sent", "dropped"):
+            self.webhook_events.labels(outcome)
+        self.webhook_failures = counter("sparrow_webhook_failures", "Failed deliveries of the webhook")
         self.ready = Gauge(
             "sparrow_ready",
             "1 if rounds progress and records and disk can be used, as /readyz reports",
@@ -260,6 +266,16 @@ def _moved_at(db: Session) -> dict[int, float]:
         .group_by(Round.federation_id)
     )
     return {row[0]: row[1] for row in db.execute(newest)}
+
+
+def stalled(db: Session, now: float) -> Iterator[tuple[str, float]]:
+    """Yield the name of each running federation that has not moved for ``STALLED_DEADLINES``, and the seconds since."""
+    moved_at = _moved_at(db)
+    for federation in db.scalars(select(Federation).where(Federation.id.in_(moved_at))):
+        still = now - moved_at[federation.id]
+        with suppress(Unreadable):
+            if still > STALLED_DEADLINES * settings_of(federation).deadline_seconds:
+                yield federation.name, still
 
 
 def _privacy(db: Session, federation: Federation, settings: FederationSettings) -> PrivacySpent | None:

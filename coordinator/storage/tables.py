@@ -255,6 +255,15 @@ class Event(Base):
     detail: Mapped[str] = mapped_column(Text)
 
 
+class Delivered(Base):
+    """The last event that the webhook has delivered, in one row (``webhook``)."""
+
+    __tablename__ = "delivered"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    event_id: Mapped[int]
+
+
 class Lease(Base):
     """The right to move rounds, one row for all processes that share the records (``storage.processes``)."""
 

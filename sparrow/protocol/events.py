@@ -50,3 +50,38 @@ class Events(Answer):
 
     events: tuple[Event, ...]
     total: int = Field(description="Number of kept events that match")
+
+
+class AlertKind(str, Enum):
+    """The kind of an alert of a webhook: a condition of the coordinator or of a federation."""
+
+    # Of the coordinator.
+    not_ready = "not_ready"
+    disk_low = "disk_low"
+    # Of a running federation: no round has opened or closed for two deadlines.
+    stalled = "stalled"
+
+
+class Alert(Answer):
+    """The beginning or end of a condition."""
+
+    kind: AlertKind
+    federation: str | None = Field(description="Null for the whole coordinator")
+    at: str
+    over: bool = Field(description="Whether the condition has ended")
+    text: str
+
+
+class SentEvent(Event):
+    """An event of a webhook."""
+
+    federation: str
+
+
+class Notification(Answer):
+    """The body of a webhook's call. An event may come twice; its id is the same then."""
+
+    sent_at: str
+    dropped: int = Field(description="Events that were dropped before these, because too many waited")
+    events: tuple[SentEvent, ...]
+    alerts: tuple[Alert, ...]

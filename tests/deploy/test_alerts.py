@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from ..system.conftest import Coordinator
+from ..system.conftest import Coordinator, wait_until
 from .test_dashboard import ROOT, used
 
 RULES = ROOT / "deploy" / "prometheus-rules.yml"
@@ -61,7 +61,7 @@ def test_all_their_series_exist_before_anything_has_happened(tmp_path):
         coordinator.create("lab", method="fedavg", min_devices=1)
         device = {"name": "pi", "enrolment_key": "k" * 32}
         coordinator.http.post("/v1/federations/lab/devices", json=device).raise_for_status()
-        coordinator.wait_for_log("lab: round 1 opens")
+        wait_until(lambda: coordinator.get("/v1/federations/lab/overview").json()["open_round"], "the first round")
         text = coordinator.get("/metrics").text
     finally:
         coordinator.close()

@@ -95,7 +95,7 @@ def test_an_administrator_makes_lists_and_revokes_tokens(server, open_page, pict
     ).json()
 
     dialog.get_by_role("button", name="Close").click()
-    assert page.locator("#tokens-secret").input_value() == ""
+    expect(page.locator("#tokens-secret")).to_have_value("")
     page.get_by_role("button", name="Tokens").click()
     dialog.get_by_role("button", name="Revoke with 1 made").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
@@ -154,8 +154,10 @@ def test_an_invitation_needs_no_pasted_token_and_names_the_publisher(server, ope
     )
     check(page, pictures, "invitation")
     page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(page.locator("#invitation-command")).to_have_text("")
     assert token not in page.content()
-    assert page.locator("#invitation textarea").input_value() == ""
+    expect(page.locator("#invitation textarea")).to_have_value("")
     assert [enrol(server, name, token).status_code for name in ("one", "two", "three")] == [201, 201, 401]
     page.get_by_role("button", name="Tokens").click()
     expect(page.get_by_role("dialog", name="Tokens")).to_contain_text("1 revoked, expired or used up")
