@@ -33,7 +33,7 @@ def test_the_demo_ends_with_a_table_a_report_and_five_models(tmp_path):
         assert said[0].startswith(f"see it live at {address}")
         assert 'data-federation="demo"' in httpx.get(address).text
         demo.send_signal(signal.SIGINT)
-        assert demo.wait(30) == 0
+        assert demo.wait(60) == 0
     shown = "".join(said)
     report = json.loads((folder / "report.json").read_text())
     rows = report["devices"]

@@ -471,7 +471,7 @@ def play(
         chaos = Chaos(world, drawn, seed, network="network" in families)
         try:
             world.start(chaos)
-            until = time.monotonic() + 60 + 6 * strikes
+            until = time.monotonic() + 120 + 12 * strikes
             while not chaos.all_ended():
                 if chaos.errors:
                     raise chaos.errors[0]

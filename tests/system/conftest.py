@@ -42,7 +42,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout: float = 30.0, interval: float = 0.005) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, timeout: float = 90.0, interval: float = 0.005) -> Any:
     """What ``condition`` returns once it is true. Fails the test when it does not become so in time."""
     until = time.monotonic() + timeout
     while not (found := condition()):
@@ -167,7 +167,7 @@ class Coordinator:
     def log_size(self) -> int:
         return self.log.stat().st_size
 
-    def wait_for_log(self, pattern: str, *, since: int = 0, times: int = 1, timeout: float = 30.0) -> None:
+    def wait_for_log(self, pattern: str, *, since: int = 0, times: int = 1, timeout: float = 90.0) -> None:
         """Wait until the pattern is there so often."""
         what = f"{times} x {pattern!r} in the coordinator's log"
         wait_until(lambda: len(self.logged(pattern, since=since)) >= times, what, timeout, interval=0.002)
@@ -187,7 +187,7 @@ class Device:
     def alive(self) -> bool:
         return self._poll() is None
 
-    def wait(self, timeout: float = 60.0) -> int:
+    def wait(self, timeout: float = 90.0) -> int:
         """Its exit status; minus the signal's number where it was killed."""
         wait_until(lambda: not self.alive(), f"device {self.name} to end", timeout)
         status = self._poll()
@@ -284,7 +284,7 @@ class Child:
             self._ended = self._poll()
         return self._ended
 
-    def wait(self, timeout: float = 30.0) -> int:
+    def wait(self, timeout: float = 90.0) -> int:
         until = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > until:

@@ -68,12 +68,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def finish(process: subprocess.Popen[str], status: int) -> str:
     """What the command wrote, once it has ended with this status."""
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     print(output)  # shown when the test fails
     assert process.returncode == status, output
     return output
 
 
+@pytest.mark.timeout(300)
 def test_two_workers_train_what_one_process_trains_and_go_on_after_ctrl_c(
     machine: Machine, start: Start, tmp_path: Path
 ) -> None:

@@ -251,6 +251,7 @@ def test_in_two_fleets_that_share_the_devices(undisturbed, coordinator, command,
 
 
 @pytest.mark.parametrize(("engine", "processes"), [("onnx", 0), ("torch", 2)])
+@pytest.mark.timeout(300)
 def test_ctrl_c_ends_all_and_the_same_command_goes_on(coordinator, command, undisturbed, engine, processes):
     coordinator.create(NAME, **SETTINGS)
     more = ("--processes", "2", "--engine", engine, "--state-dir", "state")

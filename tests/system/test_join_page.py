@@ -141,7 +141,7 @@ def label(page, digit):
 
 def when(page, condition, wanted=None):
     """Wait for a condition, a function in JavaScript of what is wanted, that may hold for a moment alone."""
-    page.wait_for_function(condition, arg=wanted, timeout=30_000)
+    page.wait_for_function(condition, arg=wanted, timeout=90_000)
 
 
 def phase(page, wanted):
@@ -263,6 +263,7 @@ def not_isolated(page):
     page.troubles[:] = [text for text in page.troubles if not text.startswith(ignored)]
 
 
+@pytest.mark.timeout(300)
 def test_a_phone_takes_part_from_the_link_alone(new_coordinator, open_page, pictures, tmp_path):
     server = new_coordinator(COORDINATOR_ENROLMENT_TOKEN=SECRET)
     server.start()

@@ -147,7 +147,7 @@ def test_an_interrupted_run_goes_on_to_the_rows_of_one_that_was_not(undisturbed,
             assert time.monotonic() < until, "the second trial has not come to its first round"
             time.sleep(0.005)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130, (tmp_path / "log").read_text()
+        assert process.wait(60) == 130, (tmp_path / "log").read_text()
     finally:
         process.kill()
         process.wait()
