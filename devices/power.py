@@ -146,7 +146,7 @@ _COMMON_ADVICE: Mapping[Reason, str] = {
     Reason.UNRELIABLE: "its unit differs from maker to maker",
     Reason.ABSENT: "it is no longer present",
 }
-_GIVE_MODEL = "for an estimate give a power model as IDLE:MAX watts, such as 2.3:6.4"
+_GIVE_MODEL = "for an estimate give --watts IDLE:MAX, such as 2.3:6.4"
 
 
 def explain(source: Source, reason: Reason) -> str:

@@ -100,7 +100,8 @@ class JoinOptions:
     noise; None: 1.
 
     enrolment_token: default: SPARROW_ENROLMENT_TOKEN. patience_seconds: longest wait for a coordinator that does not
-    answer; None: no limit. trust: certificates for https.
+    answer; None: no limit. first_seconds: the same before its first answer; None: patience_seconds. trust: certificates
+    for https.
     """
 
     budget: float | None = None
@@ -124,6 +125,7 @@ class JoinOptions:
     local_clip: float | None = None
     enrolment_token: str | None = None
     patience_seconds: float | None = None
+    first_seconds: float | None = None
     trust: tls.Tls | None = None
 
     def __post_init__(self) -> None:
@@ -133,11 +135,10 @@ class JoinOptions:
             value = getattr(self, name)
             if value is not None and not _is_whole(value, 1):
                 raise BadArgument(f"{name}={value!r} cannot work; give a whole number above 0, or None")
-        patience = self.patience_seconds
-        if patience is not None and not (isinstance(patience, int | float) and patience >= 0):
-            raise BadArgument(
-                f"patience_seconds={patience!r} cannot work; give seconds of at least 0, or None to wait for ever"
-            )
+        for name in ("patience_seconds", "first_seconds"):
+            patience = getattr(self, name)
+            if patience is not None and not (isinstance(patience, int | float) and patience >= 0):
+                raise BadArgument(f"{name}={patience!r} cannot work; give seconds of at least 0, or None")
         if self.require_secure is not None and not _is_whole(self.require_secure, 0):
             raise BadArgument(
                 f"require_secure={self.require_secure!r} cannot work; give the number of devices that may collude, 0 "
@@ -228,7 +229,11 @@ def join(
             tell.say(f"{name} keeps its state in {folder.path}")
         meter = stack.enter_context(EnergyMeter(model=options.watts))
         transport = Transport(
-            own, patience_seconds=options.patience_seconds, on_wait=tell.unreachable, sleep=halt.sleep
+            own,
+            patience_seconds=options.patience_seconds,
+            first_seconds=options.first_seconds,
+            on_wait=partial(tell.unreachable, server),
+            sleep=halt.sleep,
         )
         transport.token = options.enrolment_token or token_of("enrolment")
         try:
@@ -472,13 +477,19 @@ def check_writable(path: Path) -> None:
         raise BadArgument(f"{path} cannot be written ({error.strerror}); give another --export") from None
 
 
+# Seconds for the first answer, on a terminal.
+FIRST_SECONDS = 60.0
+
+
 def _command(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger(httpx.__name__).setLevel(logging.WARNING)
     allocator.give_back()
     given = {each.name: getattr(options, each.name) for each in fields(JoinOptions) if hasattr(options, each.name)}
     given["policy"] = _policy(options.policy, dict(options.limit))
-    chosen = JoinOptions(**given, patience_seconds=options.wait, trust=tls.from_options(options))
+    # A person sees that nothing happens and can correct the address; a service waits for its coordinator.
+    first = FIRST_SECONDS if options.wait is None and sys.stderr.isatty() else options.wait
+    chosen = JoinOptions(**given, patience_seconds=options.wait, first_seconds=first, trust=tls.from_options(options))
     try:
         result = join(
             options.server,

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from onnx import ModelProto
 
+from sparrow.command_line.table import percent
 from sparrow.graphs.bounds import samples_at_once
 
 from .build import ACCURACY_LIMIT, Built, Mode, Precision, build
@@ -244,6 +245,6 @@ def _check_accuracy(built: Built, mine: Figures, theirs: Figures, limit: float) 
         return
     if theirs.accuracy - mine.accuracy > limit:
         raise ExportError(
-            f"--precision {built.precision} lowers the accuracy on --data from {theirs.accuracy:.2%} to "
-            f"{mine.accuracy:.2%}, more than --accuracy-limit {limit:g}; it was not written: use fp32"
+            f"--precision {built.precision} lowers the accuracy on --data from {percent(theirs.accuracy, 2)} to "
+            f"{percent(mine.accuracy, 2)}, more than --accuracy-limit {limit:g}; it was not written: use fp32"
         )

@@ -23,6 +23,7 @@ import onnx.helper
 import onnx.numpy_helper
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
+from sparrow.command_line.table import percent
 from sparrow.graphs.graph import fresh_name, set_nodes_in_place
 from sparrow.protocol.manifest import Array
 
@@ -134,8 +135,8 @@ class Trial:
 
     def __str__(self) -> str:
         parts = [f"{self.name}: {self.milliseconds:.3f} ms (p50)", f"{self.bytes / 1024:.1f} KiB"]
-        parts += [] if self.accuracy is None else [f"accuracy {self.accuracy:.2%}"]
-        parts += [] if self.agreement is None else [f"same class as fp32 {self.agreement:.2%}"]
+        parts += [] if self.accuracy is None else [f"accuracy {percent(self.accuracy, 2)}"]
+        parts += [] if self.agreement is None else [f"same class as fp32 {percent(self.agreement, 2)}"]
         return ", ".join([*parts, f"refused: {self.refused}" if self.refused else ""]).rstrip(", ")
 
 
@@ -217,15 +218,15 @@ def _trial(name: str, seconds: float, size: int, output: Array, plain: Array, la
 def _reason(trial: Trial, plain: Trial, output: Array, max_fall: float) -> str:
     if trial.accuracy is not None and plain.accuracy is not None:
         lost = plain.accuracy - trial.accuracy
-        loss = f"accuracy falls from {plain.accuracy:.2%} to {trial.accuracy:.2%}"
+        loss = f"accuracy falls from {percent(plain.accuracy, 2)} to {percent(trial.accuracy, 2)}"
     elif trial.agreement is not None:
         lost = 1 - trial.agreement
-        loss = f"{lost:.2%} of the samples change class"
+        loss = f"{percent(lost, 2)} of the samples change class"
     else:
         lost = trial.difference / max(float(np.abs(output).max()), 1e-30)
-        loss = f"outputs differ by {lost:.2%} of the largest"
+        loss = f"outputs differ by {percent(lost, 2)} of the largest"
     if not lost <= max_fall + 1e-12:
-        return f"{loss}, more than {max_fall:.2%}"
+        return f"{loss}, more than {percent(max_fall, 2)}"
     if not plain.milliseconds >= MIN_SPEEDUP * trial.milliseconds:
         return f"not {MIN_SPEEDUP:g} times faster than fp32: {plain.milliseconds / trial.milliseconds:.2f}"
     return ""

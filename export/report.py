@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sparrow.command_line.table import percent
 from sparrow.protocol.errors import MissingPart
 
 from .measure import LOADS, Latency, LoadCost, latencies, load_costs
@@ -65,7 +66,7 @@ class Report:
         lines = [f"{self.path}: {made}"]
         lines.append("  " + ", ".join(f"{name} {value}" for name, value in self.properties.items() if len(value) < 40))
         parity = self.parity
-        same = "" if parity.same_class is None else f", same class for {parity.same_class:.2%}"
+        same = "" if parity.same_class is None else f", same class for {percent(parity.same_class, 2)}"
         lines.append(
             f"  parity over {parity.inputs} inputs: differs by at most {parity.max_difference:.3g} on outputs up to "
             f"{parity.largest_output:.3g}{same}"

@@ -18,9 +18,9 @@ from edge_sdk.errors import NotFound
 from .command_line.command import Command, Parser
 from .command_line.nearest import nearest
 from .command_line.options import add_yes, sure
-from .command_line.table import printable, table
+from .command_line.table import moment, percent, printable, table
 from .operating import add_coordinator, connected
-from .protocol.messages import ChangeDevice, DeviceHistory, DeviceInfo, Doing
+from .protocol.messages import ChangeDevice, DeviceHistory, DeviceInfo, Doing, PauseReason
 
 SHOWN = 20
 """Number of work items that ``show`` prints."""
@@ -95,10 +95,10 @@ def as_table(devices: list[DeviceInfo]) -> str:
             device.name,
             doing(device),
             f"{device.budget:g}",
-            _shown(device.accuracy, ".1%"),
+            _shown_percent(device.accuracy),
             _shown(device.seconds, ".1f"),
             device.profile.board[:30] or "-",
-            device.seen_at[:19],
+            moment(device.seen_at),
             "-" if device.failure is None else device.failure.reason[:80],
         )
         for device in devices
@@ -106,8 +106,28 @@ def as_table(devices: list[DeviceInfo]) -> str:
     return table(head, rows)
 
 
-def _shown(value: float | None, text: str) -> str:
-    return "-" if value is None else format(value, text)
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _shown_percent(share: float | None) -> str:
+    return "-" if share is None else percent(share)
+
+
+PAUSED = {
+    PauseReason.charging: "not charging",
+    PauseReason.battery: "battery low",
+    PauseReason.heat: "too hot",
+    PauseReason.throttled: "processor throttled",
+    PauseReason.power: "not on mains",
+    PauseReason.network: "metered network",
+    PauseReason.load: "other programs need the processor",
+    PauseReason.memory: "memory short",
+    PauseReason.storage: "disk full",
+    PauseReason.hours: "outside its hours",
+    PauseReason.energy: "daily energy used up",
+}
+"""Reason for a pause -> description."""
 
 
 def doing(device: DeviceInfo) -> str:
@@ -115,7 +135,7 @@ def doing(device: DeviceInfo) -> str:
     if device.doing is Doing.stopped:
         return f"stopped in {device.stopped_round}"
     if device.doing is Doing.paused and device.paused is not None:
-        return f"paused ({device.paused.value})"
+        return f"paused: {PAUSED[device.paused]}"
     if device.doing is Doing.untrained:
         return "trained nothing"
     return str(device.doing.value).replace("_", " ")
@@ -130,15 +150,15 @@ def describe(history: DeviceHistory) -> str:
         "budget": f"{device.budget:g}" + (f", limited by {device.limited_by.value}" if device.limited_by else ""),
         "board": device.profile.board or "unknown",
         "system": device.profile.system or "unknown",
-        "enrolled": device.enrolled_at[:19],
-        "last seen": device.seen_at[:19],
+        "enrolled": moment(device.enrolled_at),
+        "last seen": moment(device.seen_at),
         "moved": f"{device.everything.bytes_up:,} B up, {device.everything.bytes_down:,} B down",
     }
     parts = [table((device.name, ""), list(about.items()))]
     parts += [printable(f"data: {text}") for text in device.profile.data_warnings]
     if (failure := device.failure) is not None:
         work = f" ({failure.kind.value}, round {failure.round})" if failure.kind else ""
-        parts.append(printable(f"failed at {failure.at[:19]}{work}: {failure.reason}"))
+        parts.append(printable(f"failed at {moment(failure.at)}{work}: {failure.reason}"))
 
     rows = [
         (
@@ -146,7 +166,7 @@ def describe(history: DeviceHistory) -> str:
             each.kind.value,
             each.status + (f": {each.reason}" if each.reason else ""),
             _shown(each.loss, ".3f"),
-            _shown(each.accuracy if each.accuracy is not None else each.accuracy_global, ".1%"),
+            _shown_percent(each.accuracy if each.accuracy is not None else each.accuracy_global),
             _shown(each.seconds, ".1f"),
             _shown(each.bytes_up, ","),
             _shown(each.bytes_down, ","),

@@ -24,7 +24,7 @@ from edge_sdk.device.transport import Transport
 
 from .command_line.command import Command, Parser, WrongUsage
 from .command_line.options import add_json, add_server, add_wait, coloured
-from .command_line.table import printable, table
+from .command_line.table import moment, printable, table
 from .device import as_table as as_table_of_devices
 from .federation import NONE, as_table
 from .protocol.addresses import in_network, means_caller
@@ -114,13 +114,13 @@ def _attention(overview: Overview) -> list[str]:
     """Return the notices with their remedies, and the expected end."""
     # notices on the method concern every federation
     found = [
-        f"{notice.text}{f' (since {notice.since[:19]})' if notice.since else ''}. {notice.remedy or ''}".rstrip()
+        f"{notice.text}{f' (since {moment(notice.since)})' if notice.since else ''}. {notice.remedy or ''}".rstrip()
         for notice in overview.notices
         if notice.kind != "method"
     ]
     lines = [printable("needs attention: " + text) for text in found]
     if overview.ends_at:
-        lines.append(f"ends by {overview.ends_at[:19]} if the remaining rounds take as long as the last ones")
+        lines.append(f"ends by {moment(overview.ends_at)} if the remaining rounds take as long as the last ones")
     return lines
 
 

@@ -26,7 +26,7 @@ from edge_sdk.errors import NotFound
 from .command_line.command import Command, Parser, WrongUsage
 from .command_line.faults import faults
 from .command_line.options import add_yes, sure
-from .command_line.table import table
+from .command_line.table import moment, table
 from .operating import add_coordinator, connected
 from .protocol.errors import MissingPart
 from .protocol.messages import ChangeDevice, CreateToken, MadeToken, TokenInfo, TokenKind
@@ -119,7 +119,7 @@ def _print_made(options: argparse.Namespace, made: MadeToken) -> None:
     if options.json:
         print(made.model_dump_json())
         return
-    until = f"until {made.expires_at}" if made.expires_at else "for ever"
+    until = f"until {moment(made.expires_at)}" if made.expires_at else "for ever"
     uses = f", for {made.max_uses} devices" if made.max_uses else ""
     sys.stderr.write(f"{made.kind} token {made.id}, valid {until}{uses}; its secret is shown only now:\n")
     print(made.secret)
@@ -135,7 +135,7 @@ def as_table(found: list[TokenInfo]) -> str:
             each.status,
             each.federation or "any",
             str(each.uses) + (f" of {each.max_uses}" if each.max_uses else ""),
-            (each.expires_at or "never")[:16],
+            moment(each.expires_at) if each.expires_at else "never",
             each.made_by or "-",
             each.note,
         )

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pydantic import ValidationError
 
 from sparrow.command_line.faults import faults
+from sparrow.command_line.table import percent
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.secure.groups import choose_sharing, least_cell, smallest_cohort
 from sparrow.protocol.secure.numbers import Scale
@@ -106,7 +107,7 @@ def check_secure(method: CoordinatorMethod, manifest: Manifest, settings: Federa
         smallest = smallest_cohort(colluders, dropouts, settings.cohort)
         raise BadContent(
             f"cohort: {settings.cohort} devices cannot hide updates from a coordinator with {colluders} colluders if "
-            f"{dropouts:.0%} of the devices drop out; "
+            f"{percent(dropouts, 0)} of the devices drop out; "
             + ("lower secure_dropouts or secure_colluders" if smallest is None else f"set cohort to {smallest}")
         )
     if settings.noise_multiplier is not None and settings.update_clip is not None:

@@ -29,6 +29,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from sparrow.command_line.table import percent
 from sparrow.protocol.blocks import BlockMask, BlockTable, BudgetPer, Costs
 from sparrow.protocol.flops import block_flops, budget_groups
 from sparrow.protocol.manifest import Manifest, Tensors
@@ -251,9 +252,9 @@ def _starved(manifest: Manifest, rules: PFedGateSettings) -> str | None:
     name = min(kept, key=kept.__getitem__)
     weights = table.sizes[manifest.block_groups("layer")[name]].sum()
     return (
-        f"an untrained gate keeps {kept[name]:.0%} of the {weights} weights of {name}, whose fair share of a budget of "
-        f"{share:g} is {share:.0%}, because many small blocks win against larger ones; set more blocks, another "
-        f"budget_per, or importance per_weight"
+        f"an untrained gate keeps {percent(kept[name], 0)} of the {weights} weights of {name}, whose fair share of a "
+        f"budget of {share:g} is {percent(share, 0)}, because many small blocks win against larger ones; set more "
+        f"blocks, another budget_per, or importance per_weight"
     )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from sparrow.command_line.table import percent
 from sparrow.devices.simulation import Board
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import BudgetLimit, Phase
@@ -229,7 +230,8 @@ def _advice(
     left = limits.seconds - (whole.seconds - whole.computing) - full.fixed_seconds * learned.seconds / duty
     per_step = full.step_seconds * learned.seconds / duty
     steps = max(0, math.floor(left / per_step)) if per_step > 0 else 0
-    why = f"{settings.method} at a budget of {prediction.budget:g} saves {max(0.0, saved):.0%} of a round's computing"
+    share = percent(max(0.0, saved), 0)
+    why = f"{settings.method} at a budget of {prediction.budget:g} saves {share} of a round's computing"
     if load_method(settings.method).forward_stays:
         why += ", because the forward pass uses the whole model"
     helps = [f"{steps} local steps a round instead of {full.steps}"] if 0 < steps < full.steps else []

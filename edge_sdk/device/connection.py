@@ -104,8 +104,9 @@ def token_of(*kinds: Literal["admin", "observer", "enrolment"]) -> str | None:
 class Connection:
     """Calls to one coordinator, the base URL of ``client``.
 
-    patience_seconds: wait for an answer before Unreachable is raised; None: no limit. on_wait: called with (reason,
-    seconds) before each wait.
+    patience_seconds: wait for an answer before Unreachable is raised; None: no limit. first_seconds: the same for the
+    first answer, which a wrong address never gives; None: patience_seconds. on_wait: called with (reason, seconds)
+    before each wait.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Connection:
         client: httpx.Client,
         *,
         patience_seconds: float | None = None,
+        first_seconds: float | None = None,
         on_wait: Callable[[str, float], None] = lambda reason, seconds: None,
         sleep: Callable[[float], None] = time.sleep,
         chance: random.Random | None = None,
@@ -121,6 +123,7 @@ class Connection:
         self._client = client
         self._through = client.through if isinstance(client, Client) else None
         self.patience_seconds = patience_seconds
+        self._first_seconds = first_seconds
         self._on_wait = on_wait
         self._sleep = sleep
         self._chance = chance or random.Random()
@@ -302,7 +305,9 @@ class Connection:
                     raise Unreachable(f"{self._client.base_url} cannot be used{through}: {untrusted}") from error
             # Add a random wait to the requested one: other devices received the same request.
             seconds = pause + self._chance.uniform(0, max(longest, pause / 4))
-            if self.patience_seconds is not None and waited + seconds > self.patience_seconds:
+            first = None if self._known else self._first_seconds
+            patience = self.patience_seconds if first is None else first
+            if patience is not None and waited + seconds > patience:
                 if kind is not Unreachable:
                     raise kind(f"{self._client.base_url} cannot take this now ({reason})")
                 raise self.silent(reason)

@@ -75,9 +75,9 @@ class ProgressReporter:
         """Report a message for the user."""
         self._tell(replace(self._last, text=text))
 
-    def unreachable(self, reason: str, seconds: float) -> None:
+    def unreachable(self, server: str, reason: str, seconds: float) -> None:
         """Report that the coordinator does not answer; the next try is in ``seconds``."""
-        text = f"the coordinator does not answer ({reason}); trying again in {seconds:.1f} s"
+        text = f"{server} does not answer ({reason}); trying again in {seconds:.1f} s"
         self._tell(replace(self._last, phase="unreachable", text=text))
 
     def phase(self, name: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from sparrow.command_line.table import percent
 from sparrow.protocol.messages import Evaluation, Moved
 
 from ..budget.search import Choice
@@ -177,7 +178,7 @@ def _worse(found: Evaluation, than: Evaluation) -> bool:
 
 def _judged(found: Evaluation) -> str:
     loss = f"loss {found.loss:.3f}"
-    return loss if found.accuracy is None else f"accuracy {found.accuracy:.1%}, {loss}"
+    return loss if found.accuracy is None else f"accuracy {percent(found.accuracy)}, {loss}"
 
 
 # Candidate -> description.
@@ -193,8 +194,13 @@ TAKEN = {
 def _kept(result: Result) -> str:
     if result.taken:
         return f", keeps {TAKEN.get(result.taken, result.taken)}, chosen by all devices together"
-    share = f" with {result.global_share:.0%} of the global model in it" if result.global_share else ""
-    return f", best in round {result.best_round}{share}" if result.best_round and not result.adapted else share
+    if not result.global_share:
+        return f", keeps the model of round {result.best_round}" if result.best_round and not result.adapted else ""
+    if result.global_share == 1:
+        return ", keeps the finished global model"
+    mixed = f", keeps a mixture of {percent(1 - result.global_share, 0)} personal model"
+    when = f" of round {result.best_round}" if result.best_round and not result.adapted else ""
+    return f"{mixed}{when} and {percent(result.global_share, 0)} finished global model"
 
 
 def report(result: Result, energy: str) -> str:
@@ -223,11 +229,18 @@ def report(result: Result, energy: str) -> str:
     if result.export:
         lines.append(
             f"  ONNX                       {result.export.path}: {result.export.bytes:,} bytes "
-            f"({', '.join(result.export.steps) or 'dense'}; {result.export.dense_bytes:,} dense), "
+            f"({_form(result.export)}), "
             f"{result.export.latency_ms:.2f} ms a sample (p50), largest difference from {result.export.engine} "
             f"{result.export.max_difference:.1e} on {result.export.samples} samples"
         )
     return "\n".join(lines)
+
+
+def _form(export: Export) -> str:
+    """Return the form of the file, and the size of the dense one if that differs."""
+    if not export.steps:
+        return "dense"
+    return f"{', '.join(export.steps)}; {export.dense_bytes:,} dense"
 
 
 def _noise_lines(result: Result) -> list[str]:
@@ -248,7 +261,7 @@ def _accuracy_lines(result: Result) -> list[str]:
 
 
 def _percent(share: float | None) -> str:
-    return "unknown" if share is None else f"{100 * share:.1f} %"
+    return "unknown" if share is None else percent(share)
 
 
 def _points(result: Result) -> float:

@@ -19,6 +19,7 @@ from functools import cache
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sparrow.command_line.installed import installed, load
+from sparrow.command_line.table import percent
 from sparrow.devices.conditions import Conditions
 from sparrow.devices.readings import Reading, Reason
 from sparrow.protocol.errors import MissingPart
@@ -130,7 +131,7 @@ def _judge_others(policy: Policy, conditions: Conditions) -> Iterator[Objection]
     if policy.load_by_others is not None and load is not None and load > policy.load_by_others:
         yield Objection(
             PauseReason.load,
-            f"other programs use {100 * load:.0f} % of the cores, more than {policy.load_by_others:.0%}",
+            f"other programs use {100 * load:.0f} % of the cores, more than {percent(policy.load_by_others, 0)}",
         )
 
 

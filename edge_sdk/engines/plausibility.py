@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sparrow.command_line.table import percent
 from sparrow.protocol.errors import GraphError
 from sparrow.protocol.failures import Failure
 from sparrow.protocol.manifest import Tensors
@@ -75,9 +76,9 @@ class ImplausibleStep(GraphError):
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(
             f"the training step reports gradients of {', '.join(names)} that do not match its loss: on the same "
-            f"samples, both differ by more than {SHARE_OF_ONE:.0%}. Such a step may send samples of this device to the "
-            "coordinator. Do not train with it; ask the operator who published the model. A model that stops, reverses "
-            "or scales gradients on purpose looks the same: train it with PyTorch, --engine torch"
+            f"samples, both differ by more than {percent(SHARE_OF_ONE, 0)}. Such a step may send samples of this "
+            "device to the coordinator. Do not train with it; ask the operator who published the model. A model that "
+            "stops, reverses or scales gradients on purpose looks the same: train it with PyTorch, --engine torch"
         )
         self.names = tuple(names)
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparrow.command_line.table import percent
 from sparrow.protocol.manifest import Manifest
 
 from . import RunningStatistics
@@ -117,7 +118,7 @@ def _too_little(manifest: Manifest, found: Flow, least: float) -> str:
     )
     reasons = [f"{spec.name} ({spec.size} values{found.why(spec.name)})" for spec in whole[:3]]
     return (
-        f"{found.share:.0%} of the weights belong to neurons that can be dropped, at least {least:.0%} must; "
-        f"complete are {', '.join(reasons)}. Build these parts from linear layers and convolutions, or choose a method "
-        "that trains whole tensors"
+        f"{percent(found.share, 0)} of the weights belong to neurons that can be dropped, at least {percent(least, 0)} "
+        f"must; complete are {', '.join(reasons)}. Build these parts from linear layers and convolutions, or choose a "
+        "method that trains whole tensors"
     )

@@ -90,7 +90,7 @@ def test_totals_never_blend_measured_and_estimated_joules():
     assert "5.0 J estimated" in text
     assert "measured" not in text
     assert "10.0 % before, unknown after" in text
-    assert "stopped early in round 2, best in round 1" in text
+    assert "stopped early in round 2, keeps the model of round 1" in text
     assert "training 3,000 down and 7 up; everything 4,000 down and 8 up" in text
 
 
@@ -99,9 +99,9 @@ def test_the_summary_says_which_model_all_devices_have_chosen(taken):
     first = join.report(result(rounds=3, best_round=3, global_share=0.5, taken=taken), "none").splitlines()[0]
     assert TAKEN[taken] in first
     assert "chosen by all devices together" in first
-    assert "best in round" not in first
+    assert "keeps the model" not in first
     own = join.report(result(rounds=3, best_round=3, global_share=0.5), "none").splitlines()[0]
-    assert "best in round 3 with 50% of the global model in it" in own
+    assert "a mixture of 50 % personal model of round 3 and 50 % finished global model" in own
 
 
 def test_the_summary_says_what_an_update_and_a_point_took_how_hot_it_grew_and_what_helps():
@@ -209,8 +209,8 @@ def test_quiet_hides_the_bar_and_nothing_that_needs_attention(capsys):
     shown = Bar(quiet=True)
     tell = ProgressReporter(shown.show)
     tell.phase("train")
-    tell.unreachable("connection refused", 2.0)
-    assert capsys.readouterr().err == ("the coordinator does not answer (connection refused); trying again in 2.0 s\n")
+    tell.unreachable("http://pi:8000", "connection refused", 2.0)
+    assert capsys.readouterr().err == ("http://pi:8000 does not answer (connection refused); trying again in 2.0 s\n")
 
 
 def show(bar):
