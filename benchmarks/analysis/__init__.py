@@ -6,7 +6,7 @@ these additional rows are written:
     data     label counts of each device's training data, and their distances
     masks    similarity of the masks of two devices, and of a device's mask to its own at the evaluation before
     kept     share of each layer that a device's mask keeps, as a histogram over devices
-    global   the one mask of a sparse global model: how much is left of the one before, and of the first one
+    global   the one mask of a sparse global model: overlap with the previous mask and with the first one
     private  share of a DM-PFL device's weights that the global mask has, too
     models   distances between personal models
     gates    histogram of pFedGate's gate weights, and distances between gating layers

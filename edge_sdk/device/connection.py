@@ -309,7 +309,7 @@ class Connection:
             patience = self.patience_seconds if first is None else first
             if patience is not None and waited + seconds > patience:
                 if kind is not Unreachable:
-                    raise kind(f"{self._client.base_url} cannot take this now ({reason})")
+                    raise kind(f"{self._client.base_url} cannot handle this call at the moment ({reason})")
                 raise self.silent(reason)
             self._on_wait(reason, seconds)
             self._sleep(seconds)

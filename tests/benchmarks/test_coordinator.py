@@ -73,7 +73,7 @@ def test_what_their_clock_could_not_measure_is_no_success():
     assert ratios(rows, asked("client CPU per round", "flower")) == {("small", 4): [float("inf")]}
 
 
-def test_the_page_says_what_is_met():
+def test_the_page_lists_the_bars_that_are_met():
     rows = [row("sparrow", **SPARROW), row("flower", **FLOWER)]
     rows += [row("sparrow", turn=1, **SPARROW), row("flower", turn=1, **{**FLOWER, "seconds_per_round": 5.0})]
     rows += [row("sparrow", "large"), row("flower", "large"), memory(10, 200_000_000), memory(1000, 210_000_000)]

@@ -53,7 +53,7 @@ def places(tmp_path, monkeypatch):
     return tmp_path / "queue.toml", tmp_path / "results", tmp_path / "work"
 
 
-def test_an_experiment_has_what_it_does_not_name_from_the_one_that_it_is_like(places):
+def test_an_experiment_inherits_from_the_one_it_is_like(places):
     longer, digits = load_experiment(str(places[0].with_name("longer.toml"))), load_experiment("digits")
     assert (longer.rounds, longer.devices, longer.title) == (2, 3, "Longer")
     assert (longer.task, longer.methods) == (digits.task, digits.methods)

@@ -457,7 +457,7 @@ def test_rows_without_counts_say_not_counted(replacing, plan, recorded):
     assert "mechanism idle in" not in page
 
 
-def test_in_old_rows_a_count_is_zero_where_only_other_trials_of_the_method_have_it(replacing):
+def test_missing_counts_of_old_rows_are_zero(replacing):
     """Such rows have what was counted among their notes, and nothing of what was zero."""
     paper = {**FEDSPU, "label": "FedSPU (paper)"}
     plan = experiment(axes={}, seeds=[0], methods=[FEDSPU, paper], tune=None)
@@ -612,7 +612,7 @@ def test_with_one_seed_there_is_no_interval_and_without_caps_no_table(plan, reco
     assert "fixed upload" not in report_text(plan, recorded, command=COMMAND)
 
 
-def test_the_upload_until_an_accuracy_is_told_of_each_seed_and_as_a_share_of_the_first_labels():
+def test_the_upload_until_an_accuracy_is_shown_per_seed_and_relative():
     plan = experiment(axes={}, methods=[FEDSPU, FEDAVG], tune=None, accuracy_targets=[0.5, 0.7])
     points = {
         ("FedSPU", 0): uploads(0.3, 0.5, 0.4),
@@ -653,7 +653,7 @@ def test_a_curve_of_the_best_so_far_never_falls(plan):
 
 
 @pytest.mark.integration
-def test_the_picture_by_upload_shows_the_best_so_far_where_there_are_caps(tmp_path):
+def test_the_picture_by_upload_shows_the_best_accuracy_so_far(tmp_path):
     plan = capped()
     done = [record(trial, (0.5, 0.5), uploads(0.2, 0.3, 0.25, 0.4)) for trial in trials(plan, "tiny", {})]
     [picture] = [path for caption, path in draw_all(plan, groups(plan, done), tmp_path, "tiny") if "so far" in caption]
@@ -711,7 +711,7 @@ def test_accuracy_by_degree_of_shift_is_mean_and_spread_over_devices():
     assert cells("## x\n" + differences, "FedAvg", "x") == ["+30.0 (+30.0 to +30.0)", "-20.0 (-20.0 to -20.0)"]
 
 
-def test_a_label_that_was_not_judged_in_every_trial_has_no_figure_on_other_test_sets():
+def test_a_label_needs_evaluations_in_every_trial():
     plan = shift_plan()
     done = judged_by_degree(plan)
     [bare] = [each for each in done if (each.trial.label, each.trial.seed) == ("FedAvg", 1)]
@@ -811,7 +811,7 @@ def test_the_page_and_its_pictures_are_written(plan, recorded, tmp_path):
     assert sorted(file.name for file in page.parent.iterdir()) == sorted(file.name for file in (page, *pictures))
 
 
-def test_where_nothing_was_judged_nothing_is_drawn(tmp_path):
+def test_no_picture_without_evaluations(tmp_path):
     plan = experiment(seeds=[0], axes={}, methods=[FEDSPU, FEDAVG], tune=None)
     done = [record(trial, (None, None), (point(20, 0, accuracy=None),)) for trial in trials(plan, "tiny", {})]
     assert draw_all(plan, groups(plan, done), tmp_path, "tiny") == []

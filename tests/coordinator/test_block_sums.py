@@ -99,7 +99,7 @@ def test_any_mixture_of_masks_agrees_with_a_dense_reference(seeds, everybody):
         assert mean[name][weight == 0].tobytes() == previous[name][weight == 0].tobytes()
 
 
-def test_what_one_device_alone_sent_comes_out_bit_for_bit():
+def test_a_single_devices_blocks_are_returned_bit_for_bit():
     tensors, mask, _ = drawn(1)
     sums = BlockSums(MIXED)
     sums.fold_in_place(pack(MIXED, tensors, mask), mask, 4999)

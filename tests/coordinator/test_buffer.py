@@ -372,7 +372,7 @@ def test_a_change_that_would_contradict_is_refused_and_changes_nothing(coordinat
     assert coordinator.info().round == 0
 
 
-def test_what_an_upload_cost_is_in_the_record_of_the_round_that_it_counts_in(coordinator, answer):
+def test_upload_costs_are_recorded_in_the_counted_round(coordinator, answer):
     coordinator.create(cohort=3, buffer=2, min_devices=3, rounds=10)
     one, two, slow = coordinator.enrol("a", "b", "c")
     coordinator.rounds.advance()

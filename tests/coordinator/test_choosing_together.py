@@ -92,7 +92,7 @@ def test_methods_that_mix_nothing_and_other_choices_compare_nothing(coordinator)
     assert not any(each.kind is Kind.compare for work in worked for each in work)
 
 
-def test_a_model_that_is_trained_alone_is_never_sent_and_costs_as_much_again(coordinator):
+def test_a_local_only_model_is_not_sent_and_doubles_the_cost(coordinator):
     sessions, _ = play(coordinator, "abc", method_settings={"alone": True})
     for session in sessions:
         alone = alone_of(DeviceState(own=session.folder.own))
@@ -114,7 +114,7 @@ def test_outputs_are_adjusted_from_a_label_skew_on_which_the_first_round_tells(c
     assert [report.labels is not None for report in reports].count(True) == 4, "in the first round alone"
 
 
-def test_nothing_of_labels_is_told_where_it_does_not_depend_on_them(coordinator):
+def test_labels_are_reported_only_if_needed(coordinator):
     play(coordinator, logit_adjustment=1.0)
     assert {report.labels for report in coordinator.receipts("train")} == {None}
 

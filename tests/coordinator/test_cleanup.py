@@ -35,7 +35,7 @@ class Killed(BaseException):
     pass
 
 
-def test_killed_when_a_round_has_closed_and_before_what_it_was_made_of_is_gone(open_coordinator, answer, monkeypatch):
+def test_a_kill_before_cleanup_leaves_no_blobs(open_coordinator, answer, monkeypatch):
     coordinator = open_coordinator()
     coordinator.create(**TRAINING)
     devices = coordinator.enrol("a", "b")

@@ -114,7 +114,7 @@ def test_a_round_that_moves_while_its_federation_goes_does_no_harm(open_coordina
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_the_next_federation_gets_nothing_of_it_though_a_kill_left_all_its_blobs(open_coordinator, play, monkeypatch):
+def test_a_new_federation_never_sees_leftover_blobs(open_coordinator, play, monkeypatch):
     class Killed(BaseException):
         pass
 

@@ -106,7 +106,7 @@ def test_devices_of_a_federation_that_has_ended_are_done(begin, play):
     assert {each.doing for each in lists.list("f")[0]} == {Doing.done}
 
 
-def test_the_history_of_a_device_has_what_it_did_and_what_came_of_it(begin, answer):
+def test_a_devices_history_has_work_and_results(begin, answer):
     coordinator, (one, other), lists = begin(evaluation_interval=1)
     coordinator.rounds.advance()
     answer(one)

@@ -477,7 +477,7 @@ def test_biases_stay_shared_where_the_settings_say_so(coordinator):
             assert session.personal[name].tobytes() == model.tensors[name].tobytes()
 
 
-def test_after_every_round_masks_are_full_and_the_stage_global_leaves_what_is_ones_own(coordinator):
+def test_masks_stay_full_and_the_global_stage_keeps_private_weights(coordinator):
     sessions = begin(coordinator)
     before = {}
     while coordinator.info().status != "finished":
@@ -578,7 +578,7 @@ def play_until(coordinator, number, *sessions):
     assert coordinator.info().round == number
 
 
-def test_who_missed_the_stage_personal_catches_up_while_the_others_go_on(coordinator):
+def test_a_device_that_missed_the_personal_stage_catches_up(coordinator):
     first, second, third = begin(coordinator, cohort=2)
     coordinator.rounds.advance()
     away(coordinator, third)
@@ -640,7 +640,7 @@ def test_late_work_is_dropped_when_the_device_is_drawn(coordinator, clock):
     assert coordinator.records.rounds("f")[3].expired == 1
 
 
-def test_who_comes_after_the_end_gets_what_it_missed(coordinator):
+def test_a_device_that_arrives_after_the_end_gets_missed_work(coordinator):
     coordinator.play(*begin(coordinator, "ab", rounds=8))
     late = coordinator.open_device("c")
     (worked,) = coordinator.play(late)

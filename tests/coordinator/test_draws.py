@@ -58,7 +58,7 @@ def test_the_draw_is_uniform_over_devices_and_pairs():
         assert all(abs(count - rounds * share) < spread for count in counts.values())
 
 
-def test_those_who_took_part_longest_ago_come_first():
+def test_the_longest_absent_devices_are_drawn_first():
     last = dict.fromkeys(NAMES, -1)
     seen = []
     for number in range(1, 9):
@@ -127,7 +127,7 @@ def test_keys_are_of_one_secret_round_and_device():
     assert keys == [neuron_key(secret, number, name) for secret in (b"a", b"b") for number in (1, 2) for name in "cd"]
 
 
-def test_those_who_evaluate_are_drawn_apart_from_the_cohort():
+def test_evaluating_devices_are_drawn_separately_from_the_cohort():
     candidates = [Candidate(name) for name in NAMES]
     cohorts = [choose(candidates, 5, secret=b"j", round_number=number) for number in range(9)]
     others = [choose(candidates, 5, secret=b"j", round_number=number, purpose="evaluation") for number in range(9)]

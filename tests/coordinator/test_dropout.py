@@ -189,7 +189,7 @@ def test_heterofls_rows_are_those_of_the_devices_that_have_the_class(coordinator
     assert record.handed_back == 0
 
 
-def test_heterofl_sends_all_rows_where_nothing_is_to_be_told(coordinator):
+def test_heterofl_sends_all_rows_to_hide_labels(coordinator):
     coordinator.create("heterofl", rounds=1, min_devices=2, cohort=2, method_settings={"rows": "all"})
     sessions = [open_with(coordinator, "a", 0.3, [0, 1]), open_with(coordinator, "b", 1.0, [2, 3])]
     assert sessions[0].manifest == DIGITS
@@ -348,7 +348,7 @@ def assignment_of(coordinator, session):
 
 
 @pytest.mark.parametrize("method", CHOOSING)
-def test_a_first_update_must_have_as_many_neurons_as_its_budget_says(coordinator, method):
+def test_a_first_update_must_match_its_budget(coordinator, method):
     create(coordinator, method)
     session = open_all(coordinator)[0]
     coordinator.rounds.advance()

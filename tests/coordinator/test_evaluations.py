@@ -48,7 +48,7 @@ def test_the_global_model_is_judged_by_few_and_in_between_where_asked_for(coordi
     assert [len(judges[number]) for number in (2, 3, 4, 5)] == [0, 1, 0, 4], "everybody may mix it in at the end"
 
 
-def test_where_nobody_mixes_it_in_the_finished_model_is_judged_by_few(coordinator):
+def test_few_devices_evaluate_a_finished_model_without_mixtures(coordinator):
     settings = {"rounds": 2, "evaluation_interval": 0, "global_evaluation_devices": 1}
     found = play(coordinator, "abc", "fedspu", personal_model="last", **settings)
     assert sorted(found.values()) == [[(2, False)], [(2, False)], [(2, True)]]

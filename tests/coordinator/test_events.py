@@ -85,7 +85,7 @@ def test_a_pause_is_one_event_however_often_it_is_reported(coordinator):
     assert kinds(coordinator, "a").count("removed") == 1
 
 
-def test_old_events_of_devices_go_and_do_not_displace_those_of_the_federation(coordinator, monkeypatch):
+def test_old_device_events_do_not_displace_federation_events(coordinator, monkeypatch):
     monkeypatch.setattr(events, "MOST_EVENTS", 10)
     coordinator.create()
     with coordinator.store.writing() as db:

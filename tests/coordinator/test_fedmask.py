@@ -138,7 +138,7 @@ def test_a_device_without_weights_refuses_a_payload_without_them():
 # --- the server ------------------------------------------------------------------------------------------------------
 
 
-def test_a_bit_is_averaged_where_two_devices_have_the_weight_and_else_keeps_its_last_mean():
+def test_bits_are_averaged_over_two_devices_or_keep_their_mean():
     manifest = manifest_of(DIGITS)
     situation = Situation(manifest, FederationSettings(method="fedmask"), 1)
     model = METHOD.start(initial_values(manifest, 0), situation)

@@ -556,7 +556,7 @@ def leave(coordinator, session, *, there=False):
     coordinator.devices.change(session.identity.device_id, ChangeDevice(conditions=Conditions(available=there)))
 
 
-def test_who_comes_back_after_many_rounds_gets_what_changed_in_one_download(coordinator, take_apart):
+def test_a_returning_device_gets_all_changes_in_one_download(coordinator, take_apart):
     sessions = start(coordinator, names="abc", rounds=7)
     *others, away = sessions
     coordinator.rounds.advance()

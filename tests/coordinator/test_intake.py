@@ -186,7 +186,7 @@ def test_what_is_usual_is_the_same_after_a_restart(tmp_path, clock):
     coordinator.close()
 
 
-def test_where_most_updates_move_nothing_nothing_is_unusual(coordinator):
+def test_no_outliers_if_most_updates_are_zero(coordinator):
     coordinator.create(**CLIPS)
     moved = play(coordinator, coordinator.enrol(*NAMES), [0.0, 0.0, 0.0, 0.1, 0.1])
     np.testing.assert_allclose(moved, 0.04, rtol=1e-3, atol=1e-6)
@@ -474,7 +474,7 @@ def test_an_old_update_that_does_not_fit_todays_model_is_left_out_by_name(tmp_pa
 
 
 @pytest.mark.parametrize("fault", ["infinite", "error"])
-def test_where_nobody_can_be_told_the_old_model_stays_and_the_record_says_so(coordinator, monkeypatch, fault, caplog):
+def test_sums_that_are_not_finite_keep_the_old_model(coordinator, monkeypatch, fault, caplog):
     fedavg, broken = load_method("fedavg"), True
 
     def close(model, sums, situation):
@@ -577,7 +577,7 @@ def test_honest_weights_are_as_they_were(new_local, told):
     assert models[0] == models[1]
 
 
-def test_reports_do_not_raise_the_cap_but_a_device_whose_data_grew_may_say_so(coordinator):
+def test_only_a_reported_change_raises_the_cap_of_a_weight(coordinator):
     coordinator.create(**{**PLAIN, "cohort": 3, "min_devices": 3})
     devices = coordinator.enrol("a", "b", "c", examples={"a": 10, "b": 10, "c": 10})
     weights = []
@@ -594,7 +594,7 @@ def test_reports_do_not_raise_the_cap_but_a_device_whose_data_grew_may_say_so(co
     assert weights == [10, 10, 40]
 
 
-def test_where_nobody_told_the_first_reports_are_what_later_ones_are_held_to(coordinator):
+def test_first_reports_cap_later_ones_without_counts_at_enrolment(coordinator):
     coordinator.create(**PLAIN)
     devices = coordinator.enrol(*TEN)
     for claimed in (10, 2**40):
@@ -630,7 +630,7 @@ def test_one_that_claims_much_and_answers_nothing_does_not_hold_the_model_still(
     np.testing.assert_allclose(packed(coordinator) - before, 90 / 190, rtol=1e-4)
 
 
-def test_what_bounds_no_device_is_said_once_when_a_federation_is_made(coordinator, caplog):
+def test_missing_bounds_are_logged_once_at_creation(coordinator, caplog):
     coordinator.create(**CALM, relative_clip=0)
     assert "no setting limits" in coordinator.info().notice
     assert [record.message for record in caplog.records] == [f"f: {coordinator.info().notice}"]

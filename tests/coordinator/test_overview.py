@@ -83,7 +83,7 @@ def test_the_open_round_shows_who_is_being_waited_for(coordinator, answer):
     assert [each.device for each in running.waiting_for] == [three.name]
 
 
-def test_a_buffered_round_counts_what_has_arrived_and_waits_for_whoever_trains(coordinator, answer):
+def test_a_buffered_round_shows_arrived_and_awaited_updates(coordinator, answer):
     coordinator.create(cohort=3, buffer=2, rounds=9)
     devices = {device.name: device for device in coordinator.enrol(*"abcd")}
     coordinator.rounds.advance()
@@ -105,7 +105,7 @@ def test_a_buffered_round_counts_what_has_arrived_and_waits_for_whoever_trains(c
     )
 
 
-def test_every_device_says_what_it_is_doing_or_why_it_does_not_train(coordinator, answer):
+def test_every_device_has_its_work_or_a_reason(coordinator, answer):
     coordinator.create(cohort=3, rounds=5, evaluation_interval=1, **STOPS)
     one, two, away, paused, revoked, resting = coordinator.enrol(*"abcdef")
     coordinator.devices.change(away.id, ChangeDevice(conditions=Conditions(available=False)))
@@ -239,7 +239,7 @@ def test_the_bottom_decile_is_the_tenth_worst_of_a_hundred(values, decile):
     assert bottom_decile(values) == decile
 
 
-def test_records_that_nobody_made_yet_are_made_a_few_at_a_time(coordinator):
+def test_missing_records_are_made_a_few_at_a_time(coordinator):
     coordinator.create()
     grow(coordinator.store, devices=3, rounds=25, cohort=1)
     with coordinator.store.writing() as db:

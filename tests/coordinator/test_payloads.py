@@ -42,7 +42,7 @@ def test_what_could_not_be_packed_is_tried_again():
     assert found.get((1, 0, None), lambda: b"values").body == b"values"
 
 
-def test_those_of_older_models_go_and_the_longest_unused_beyond_the_limit(monkeypatch):
+def test_payloads_of_older_models_and_the_least_used_are_dropped(monkeypatch):
     monkeypatch.setattr(payloads, "PAYLOAD_CACHE_BYTES", 3)
     found, packed = Payloads(), []
 

@@ -94,7 +94,7 @@ def test_the_largest_block_fits_beside_the_first_ones(manifest, budget, cost):
         assert most > 10, "smaller blocks for a smaller budget"
 
 
-def test_where_a_kind_of_layers_cannot_be_cut_for_the_budget_all_blocks_share_one():
+def test_all_blocks_share_a_budget_if_a_kind_cannot_be_cut():
     """A last layer of three classes has rows of a third each: it is taken, and shares the model's budget."""
     model = nn.Sequential(nn.Conv1d(4, 32, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, 3))
     manifest = describe_whole(model, torch.zeros(2, 4, 9), task="t")
@@ -405,7 +405,7 @@ def test_in_fp16_what_is_rebuilt_is_what_was_rounded(coordinator, rebuilt):
 
 
 @pytest.mark.parametrize("lost", ["state", "digest", "said"])
-def test_who_holds_nothing_that_is_known_gets_the_whole_model(coordinator, rebuilt, lost):
+def test_a_device_with_an_unknown_model_gets_the_whole_one(coordinator, rebuilt, lost):
     (session,) = start(coordinator, names="a", rounds=4)
     for _ in range(2):
         coordinator.rounds.advance()
@@ -524,7 +524,7 @@ def test_a_device_killed_before_it_sends_goes_on_with_gate_and_base(coordinator,
     assert all(one[1][name].tobytes() == array.tobytes() for name, array in other[1].items())
 
 
-def test_an_open_assignment_is_cut_for_what_the_device_says_it_holds_now(coordinator):
+def test_payloads_are_cut_for_the_reported_model(coordinator):
     """A device that starts again without its state, while its assignment is open."""
     (session,) = start(coordinator, names="a", rounds=4)
     for _ in range(2):

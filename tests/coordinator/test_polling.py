@@ -33,7 +33,7 @@ def polling(coordinator, clock, calls=CALLS, least=1):
     return Polling(coordinator.store, clock, least=least, calls=calls)
 
 
-def test_a_fleet_that_comes_back_as_one_is_spread_over_a_cycle(coordinator, clock, devices):
+def test_a_fleet_that_returns_at_once_is_spread_over_a_cycle(coordinator, clock, devices):
     """All ask in the same second, as after an outage; from then on one cycle sees each device once at most."""
     steps = polling(coordinator, clock)
     begin = clock.now
@@ -68,9 +68,7 @@ def test_small_fleets_are_told_the_usual_pause(coordinator, clock, devices):
     assert polling(coordinator, clock, calls=2.0, least=45).retry_after("x") == 45
 
 
-def test_who_does_not_ask_is_not_counted_and_the_count_is_looked_up_now_and_then(
-    coordinator, clock, devices, monkeypatch
-):
+def test_only_polling_devices_count_and_the_count_is_cached(coordinator, clock, devices, monkeypatch):
     steps, looked = polling(coordinator, clock), []
     reading = coordinator.store.reading
     monkeypatch.setattr(coordinator.store, "reading", lambda: looked.append(clock.now) or reading())

@@ -119,7 +119,7 @@ def told_by(devices, gain):
     return [*found[1:], Evidence.of({**usual, **{name: [1 - gain, 1.0, 1 + gain / 2] for name in CANDIDATES}})]
 
 
-def test_what_one_device_tells_of_its_candidates_moves_the_noisy_sum_by_at_most_one(quiet):
+def test_one_report_on_candidates_moves_the_noisy_sum_by_at_most_one(quiet):
     settings = FederationSettings(**PRIVATE)
     usual = np.array([private.USUAL_TOLD[name.partition(" ")[0]] for name in TOLD])
     sums = [
@@ -232,7 +232,7 @@ def test_methods_that_let_more_out_than_a_mean_are_refused(small, name):
         check_privacy(load_method(name), small, completed(FederationSettings(method=name, **PRIVATE)))
 
 
-def test_a_method_that_makes_its_models_in_its_own_way_is_refused_unless_it_vouches_for_it(small):
+def test_methods_with_their_own_models_are_refused_unless_declared(small):
     own = CoordinatorMethod(smallest_budget=any_budget, aggregation=Aggregation(why_mean_only=None))
     with pytest.raises(BadContent, match="aggregation"):
         check_privacy(own, small, completed(FederationSettings(**PRIVATE)))
@@ -357,7 +357,7 @@ def test_a_device_that_is_revoked_and_enrols_again_goes_on_paying(coordinator, q
 
 @accountant
 @pytest.mark.parametrize("again", ["goes on", "restarts"])
-def test_a_model_whose_commit_fails_is_no_model_and_its_retries_draw_no_fresh_noise(tmp_path, clock, again):
+def test_retries_of_a_failed_commit_draw_no_new_noise(tmp_path, clock, again):
     """Sixty draws of noise would average away."""
     coordinator = LocalCoordinator(tmp_path / "data", clock, keep_models=5)
     coordinator.create(task="mnist", **CALM)

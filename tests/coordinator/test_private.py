@@ -198,7 +198,7 @@ def test_lgfedavg_begins_with_fedavgs_model_and_then_shares_the_head_alone(coord
     ]
 
 
-def test_a_device_that_comes_when_parts_are_apart_takes_fedavgs_body_along(coordinator):
+def test_a_late_device_of_lgfedavg_starts_with_fedavgs_body(coordinator):
     coordinator.create("lgfedavg", **FROM_FEDAVG, cohort=2)
     first = [coordinator.open_device(name) for name in "ab"]
     while coordinator.info().round < 3:
@@ -237,7 +237,7 @@ def test_a_body_that_is_sent_all_the_same_changes_nothing():
         method.masks.check(model, mask, Situation(manifest, settings, 1))
 
 
-def test_what_only_a_mean_may_have_is_refused_where_fedavg_comes_first():
+def test_options_for_means_are_refused_with_a_fedavg_share():
     method = load_method("lgfedavg")
     for share, refused in ((0.0, False), (0.5, True)):
         settings = FederationSettings(method="lgfedavg", method_settings={"fedavg_share": share})

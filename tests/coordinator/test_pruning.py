@@ -193,7 +193,7 @@ def test_a_residual_is_recovered_exactly():
     )
 
 
-def test_what_nobody_was_sent_stays_and_whole_models_make_the_plain_mean():
+def test_unsent_weights_stay_and_whole_models_give_the_mean():
     start = initial_values(DIGITS, 0)
     mask = first_neurons(DIGITS, 0.3)
     sums = MaskedSums(DIGITS, everybody=True)

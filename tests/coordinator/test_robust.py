@@ -310,7 +310,7 @@ def test_methods_that_need_more_than_a_mean_say_why_they_refuse(name):
         check_robust(load_method(name), settings)
 
 
-def test_a_method_with_sums_of_its_own_is_refused_unless_it_says_that_a_mean_will_do(model):
+def test_methods_with_their_own_sums_are_refused_unless_means_suffice(model):
     own = CoordinatorMethod(smallest_budget=any_budget, aggregation=Aggregation())
     with pytest.raises(BadContent, match="an aggregation of its own"):
         check_robust(own, FederationSettings(robust="median"))

@@ -263,7 +263,7 @@ def test_a_backup_has_the_version_that_waits(tmp_path, clock, answer):
         assert (coordinator.info().round, stamp(coordinator)) == (2, "1")
 
 
-def test_between_rounds_a_new_version_counts_at_once_and_goes_for_all_models(coordinator, play):
+def test_a_new_version_between_rounds_takes_effect_at_once(coordinator, play):
     coordinator.create(rounds=3)
     play(coordinator, coordinator.enrol("a", "b"))
     weights, old = coordinator.model(), coordinator.info().manifest_digest
@@ -275,7 +275,7 @@ def test_between_rounds_a_new_version_counts_at_once_and_goes_for_all_models(coo
     assert coordinator.model() != weights
 
 
-def test_work_of_a_buffered_round_does_not_outlive_the_version_that_it_was_given_with(coordinator, answer, train):
+def test_buffered_work_ends_with_its_model_version(coordinator, answer, train):
     coordinator.create(rounds=9, cohort=3, buffer=2)
     a, b, slow = coordinator.enrol("a", "b", "slow")
     coordinator.rounds.advance()

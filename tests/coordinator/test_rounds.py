@@ -187,7 +187,7 @@ def test_a_promise_that_draws_of_the_seed_cannot_keep_is_told(coordinator):
     assert coordinator.info("two").warning is None
 
 
-def test_those_who_took_part_longest_ago_are_drawn_first_where_that_is_the_policy(coordinator, answer):
+def test_the_policy_least_recently_draws_the_longest_absent_first(coordinator, answer):
     coordinator.create(cohort=2, rounds=4, min_devices=4, cohort_policy="least_recently")
     devices = coordinator.enrol(*"abcd")
     for _ in range(4):
@@ -460,7 +460,7 @@ def test_evaluation_is_asked_of_all_who_are_there_stopped_or_not(coordinator, an
     assert coordinator.record(1).accuracy_personal is None
 
 
-def test_the_last_round_is_evaluated_and_the_end_waits_for_that_but_not_for_ever(coordinator, clock, answer):
+def test_the_end_waits_for_the_last_evaluation_with_a_deadline(coordinator, clock, answer):
     coordinator.create(rounds=1, evaluation_interval=0, deadline_seconds=50)
     here, gone = coordinator.enrol("a", "b")
     coordinator.rounds.advance()
@@ -926,7 +926,7 @@ def test_the_first_word_about_an_upload_counts_and_a_other_devices_none(coordina
     assert (record.upload.seconds, record.upload.seconds_without_joules) == (2, 2)
 
 
-def test_what_one_device_says_of_its_uploads_costs_little_memory_and_nobody_elses(coordinator, answer):
+def test_upload_costs_of_a_device_take_bounded_memory(coordinator, answer):
     coordinator.create()
     one, two = coordinator.enrol("a", "b")
     coordinator.rounds.advance()
@@ -1100,9 +1100,7 @@ def test_killed_between_the_models_file_and_the_records(open_coordinator, answer
     assert [record.updates for record in coordinator.records.rounds("f")] == [3, 3, 3]
 
 
-def test_a_model_whose_transaction_failed_is_not_served_and_is_recorded_as_it_was_made(
-    open_coordinator, answer, undisturbed, play
-):
+def test_a_model_of_a_failed_transaction_is_served_only_after_its_retry(open_coordinator, answer, undisturbed, play):
     coordinator = open_coordinator(PowerCut)
     devices = start(coordinator)
     coordinator.rounds.advance()
@@ -1230,7 +1228,7 @@ def test_nothing_is_kept_that_nobody_needs(coordinator, play):
 # --- budgets and policies --------------------------------------------------------------------------------------------
 
 
-def test_what_a_device_leaves_open_when_it_goes_keeps_nobody_waiting(coordinator, answer, train):
+def test_open_work_of_a_leaving_device_is_closed(coordinator, answer, train):
     coordinator.create(cohort=2)
     one, two = coordinator.enrol("a", "b")
     coordinator.rounds.advance()
@@ -1246,7 +1244,7 @@ def test_what_a_device_leaves_open_when_it_goes_keeps_nobody_waiting(coordinator
         two.send(open_, train(DIGITS, open_))
 
 
-def test_a_word_of_the_set_keeps_a_device_away_until_it_asks_and_other_words_let_it_rest(coordinator, clock):
+def test_a_policys_reason_makes_a_device_absent_and_others_let_it_rest(coordinator, clock):
     coordinator.create()
     hot, clumsy = coordinator.enrol("a", "b")
     coordinator.rounds.advance()
@@ -1280,7 +1278,7 @@ def test_a_reason_is_a_word_of_the_set_or_a_sentence(said, kept):
     assert type(HandBack(reason=said).reason) is type(kept)
 
 
-def test_a_budget_says_what_limits_it_and_the_next_one_what_limits_that(coordinator):
+def test_a_reported_budget_has_its_limit(coordinator):
     coordinator.create()
     (device,) = coordinator.enrol("a")
 
@@ -1297,7 +1295,7 @@ def test_a_budget_says_what_limits_it_and_the_next_one_what_limits_that(coordina
     assert known() == (1.0, None)
 
 
-def test_a_budget_that_falls_below_the_methods_density_takes_a_device_out_until_it_rises(coordinator, answer):
+def test_a_budget_below_the_density_excludes_a_device(coordinator, answer):
     coordinator.create(method="fedsgc", rounds=4, method_settings={"density": 0.5})
     one, two = coordinator.enrol("a", "b")
     coordinator.rounds.advance()
@@ -1315,7 +1313,7 @@ def test_a_budget_that_falls_below_the_methods_density_takes_a_device_out_until_
     assert coordinator.record(3).cohort == ("a", "b")
 
 
-def test_heat_and_joules_of_a_round_are_told_apart_by_how_they_are_known(coordinator, train):
+def test_measured_and_estimated_values_are_separate(coordinator, train):
     coordinator.create(rounds=1)
     devices = coordinator.enrol("a", "b", "c")
     coordinator.rounds.advance()

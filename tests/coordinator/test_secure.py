@@ -191,7 +191,7 @@ def rounding(devices, count):
 
 
 @pytest.mark.integration
-def test_the_model_moves_by_the_weighted_mean_of_what_nobody_sees_apart(begin):
+def test_the_model_moves_by_the_weighted_mean_of_masked_updates(begin):
     coordinator, devices = begin(examples=(10, 20, 40))
     play(coordinator, devices)
     assert coordinator.info().status == "finished"

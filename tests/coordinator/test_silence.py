@@ -148,7 +148,7 @@ def test_nobody_waits_for_a_device_that_adapts_the_finished_model(coordinator, w
         coordinator.enrol("a")[0].ask()
 
 
-def test_silence_counts_anew_where_nobody_could_be_heard(open_coordinator, clock, wait, answer):
+def test_silence_is_counted_from_the_coordinators_restart(open_coordinator, clock, wait, answer):
     coordinator = open_coordinator()
     coordinator.create(deadline_seconds=10_000)
     devices = coordinator.enrol("a", "b")

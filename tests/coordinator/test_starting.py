@@ -77,7 +77,7 @@ def test_a_coordinator_says_how_to_join_it(home):
         (None, {}, False),  # uvicorn
     ],
 )
-def test_tokens_are_made_where_others_reach_it_and_nobody_has_set_any(home, capsys, listening, tokens, made):
+def test_tokens_are_made_at_the_first_start_on_a_network(home, capsys, listening, tokens, made):
     settings = Settings(data_dir=home / "data", default_task="", **tokens)
     file = home / "data" / "tokens.sh"
     for start in (1, 2):

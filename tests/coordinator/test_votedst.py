@@ -64,7 +64,7 @@ def test_votes_of_one_sign_add_up_and_of_both_cancel_out():
     assert model.own["replaced"].tolist() == [2]
 
 
-def test_what_nobody_votes_for_does_not_grow_and_as_many_fewer_go():
+def test_candidates_without_votes_do_not_grow():
     model, places = closed([[0, 0, -1], [0, 0, -1], [0, 0, -1]])
     assert np.flatnonzero(model.mask.exists["w"]).tolist() == sorted([0, 2, 3, places[2]])
     assert model.notes == {"positions_replaced": 1}
@@ -79,7 +79,7 @@ def test_a_device_votes_for_its_largest_gradients():
     assert elect(np.array([5.0, -7.0, 0.0, 5.0]), 2).tolist() == [0, 1]
 
 
-def test_elections_have_a_seat_for_every_weight_replaced_as_far_as_there_are_candidates():
+def test_votes_fill_all_replaced_weights_if_candidates_suffice():
     assert elections(LAYER, {"w": 4}, 0.5, 2.0) == {"w": Election(2, 4)}
     assert elections(LAYER, {"w": 4}, 0.5, 100.0) == {"w": Election(2, 6)}, "six positions are free"
     assert elections(LAYER, {"w": 8}, 0.5, 2.0) == {"w": Election(2, 2)}

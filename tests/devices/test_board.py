@@ -93,7 +93,7 @@ def test_a_jetson_is_known_by_its_module_or_else_its_chip(device, compatible, na
         ("something else", "", ""),
     ],
 )
-def test_a_jetsons_system_is_told_as_far_as_it_is_known(device, release, l4t, jetpack):
+def test_known_fields_of_a_jetsons_system_are_reported(device, release, l4t, jetpack):
     board = find_board(device({"etc/nv_tegra_release": release}, ["nvidia,tegra234"]))
     assert (board.l4t, board.jetpack) == (l4t, jetpack)
 

@@ -30,7 +30,7 @@ def test_known_boards_are_found_by_name_in_the_order_asked():
     assert load_boards("pi5, pizero2w,pi5") == (BOARDS["pi5"], BOARDS["pizero2w"], BOARDS["pi5"])
 
 
-def test_every_known_board_is_slower_than_its_published_rate_and_draws_what_its_power_model_says():
+def test_known_boards_follow_their_published_rates_and_power_models():
     published = {"pizero2w": 0.37e9, "pi4b": 11.9e9, "pi5": 35.2e9}
     assert set(BOARDS) == set(published)
     for name, board in BOARDS.items():

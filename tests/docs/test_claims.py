@@ -269,7 +269,7 @@ def test_every_named_value_stands_on_a_page():
     assert named <= shown
 
 
-def test_a_section_of_an_experiment_is_made_anew_and_one_of_a_script_is_kept(tmp_path):
+def test_sections_of_experiments_are_rebuilt_and_those_of_scripts_kept(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "<!-- section: fedsgc-cifar10 -->\nold\n<!-- end of fedsgc-cifar10 -->\n"

@@ -146,7 +146,7 @@ def fills(style):
 
 
 @pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda path: path.name)
-def test_a_drawing_says_what_it_shows_and_is_read_in_light_and_dark(drawing):
+def test_drawings_have_descriptions_and_both_colour_schemes(drawing):
     text = drawing.read_text()
     root = ElementTree.fromstring(text)
     space = "{http://www.w3.org/2000/svg}"

@@ -120,7 +120,7 @@ def test_a_step_that_runs_as_predicted_passes_its_trial():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory")
-def test_a_step_that_takes_more_than_was_predicted_of_it_ends_its_own_process_alone():
+def test_a_step_beyond_its_prediction_ends_only_its_process():
     """As one would that deceives the prediction."""
     cheap = check_graphs(*step_of([node("Relu", "input", "positive")], (4,)))[0]
     graphs, manifest = step_of([node("Expand", "input size", "large")], (1, 4), size=np.array([1, 2**28, 1]))
@@ -176,7 +176,7 @@ def test_a_forward_pass_of_many_slow_nodes_is_refused():
         check_sizes(forward_of((1, 200, 200), *nodes))
 
 
-def test_samples_are_run_so_many_at_a_time_that_no_node_takes_seconds():
+def test_the_number_of_samples_at_once_bounds_each_nodes_time():
     slow = forward_of((1, 200, 200), node("AveragePool", "input", "y", kernel_shape=[91, 91], pads=[45] * 4))
     fast = forward_of((1, 200, 200), node("Relu", "input", "y"))
     assert samples_at_once(fast, 256) == 256

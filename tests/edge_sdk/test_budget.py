@@ -86,7 +86,7 @@ def test_memory_limits_too_and_comes_first():
     assert "200 MiB of memory of 250" in str(choice)
 
 
-def test_where_nothing_fits_it_takes_the_smallest_and_says_so():
+def test_the_smallest_budget_is_chosen_with_a_warning_if_none_fits():
     choice = chosen(Known(seconds=5000))
     assert (choice.budget, choice.fits, choice.limited_by) == (0.1, False, BudgetLimit.deadline)
     assert "no budget meets the deadline" in str(choice)
@@ -125,7 +125,7 @@ def test_a_device_whose_budget_saves_little_is_told_what_helps():
     assert "batch_size below 16" in advice
 
 
-def test_one_whose_budget_saves_what_it_gives_up_is_told_nothing():
+def test_no_advice_for_a_budget_that_saves_enough():
     assert chosen(Known(seconds=150)).advice == ()
 
 
@@ -176,7 +176,7 @@ def test_the_links_speed_is_learned_from_transfers():
     assert (budgets.learned.down_rate, budgets.learned.up_rate) == (1000, 250)
 
 
-def test_it_goes_down_at_once_and_up_by_a_tier_where_one_is_left_to_spare():
+def test_the_budget_falls_at_once_and_rises_by_a_tier():
     budgets, limits = kept(Known(seconds=1, memory=1000), memory=1000)
     limits["memory"] = 450
     assert budgets.reassess(100)
@@ -218,7 +218,7 @@ def test_a_shorter_deadline_counts_from_the_next_round_on():
     assert budgets.budget == 0.5
 
 
-def test_what_was_learned_survives_a_restart_and_a_damaged_file_counts_for_nothing():
+def test_learned_costs_survive_restarts_and_damaged_files_are_ignored():
     learned = Learned(seconds=1.2, down_rate=1e6)
     assert read_learned(learned.model_dump_json().encode()) == learned
     assert read_learned(b"[") == NOTHING
@@ -266,7 +266,7 @@ def test_a_narrow_network_takes_less_memory():
     assert predictor.at(0.2).memory.training < predictor.at(1.0).memory.training
 
 
-def test_a_try_takes_what_rounds_take_and_leaves_the_model_as_it_was():
+def test_a_trial_costs_as_a_round_and_keeps_the_model():
     _, task, manifest, _ = subject("fedspu")
     before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
     predictor = Predictor(task, manifest, federation(local_steps=7), memory=False)

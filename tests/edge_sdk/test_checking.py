@@ -110,7 +110,7 @@ NORMED = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.L
         ),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line_that_says_where_and_what_to_do(wrong, said):
+def test_an_invalid_task_is_refused_with_place_and_remedy(wrong, said):
     with pytest.raises(BadArgument, match=said) as refused:
         check_task(task(**wrong))
     assert "\n" not in str(refused.value)

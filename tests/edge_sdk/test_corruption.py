@@ -51,7 +51,7 @@ def test_the_eleven_kinds_have_their_published_names():
 @pytest.mark.parametrize(
     ("name", "images"), [*((each, PHOTOS) for each in CORRUPTIONS), *((each, GREYS) for each in FOR_GREYS)]
 )
-def test_every_kind_makes_bytes_of_the_same_shape_and_leaves_its_input_alone(name, images):
+def test_every_corruption_keeps_shape_and_input(name, images):
     before = images.copy()
     results = [corrupted(images, name, severity) for severity in range(1, 6)]
     assert all(result.dtype == np.uint8 and result.shape == images.shape for result in results)

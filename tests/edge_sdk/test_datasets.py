@@ -115,7 +115,7 @@ def test_people_may_be_called_otherwise_and_have_names(folder, kind):
     refused(folder / "few.npz", MNIST, "people are 0 to 2, but 2 have names")
 
 
-def test_a_flag_says_which_samples_are_the_published_test_part_and_who_is_there_alone_comes_last(folder):
+def test_a_flag_marks_the_published_test_part(folder):
     test = np.arange(24) % 4 == 0
     writer = np.where(test, 3, np.arange(24) % 3 + 4)  # writer 3 has test samples only
     np.savez(folder / "mnist.npz", x=DIGITS, y=LABELS, test=test, writer=writer)

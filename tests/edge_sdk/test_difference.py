@@ -40,7 +40,7 @@ def copied(reference):
     return {name: tensor.copy() for name, tensor in reference.items()}
 
 
-def test_a_model_that_has_not_changed_costs_nothing_but_what_is_no_float(reference):
+def test_an_unchanged_model_stores_only_values_that_are_not_floats(reference):
     found = difference.subtract(copied(reference), reference)
     assert set(found) == {"steps"}
     assert_same(difference.add(found, reference), reference)

@@ -107,7 +107,7 @@ def both(client, tmp_path):
 
 
 @pytest.mark.integration  # plays a federation
-def test_a_device_whose_rounds_all_failed_says_that_it_trained_nothing(client, tmp_path, monkeypatch, capsys):
+def test_a_device_with_only_failed_rounds_reports_it(client, tmp_path, monkeypatch, capsys):
     publish(inprocess.ADDRESS, "default", task(), client=client, method="fedavg", rounds=2, min_devices=2, cohort=2)
     good, bad = both(client, tmp_path)
     assert (good.trained_nothing, good.failures) == (False, 0)

@@ -123,5 +123,5 @@ def judged(loss, accuracy=None):
         (0.1, 0.0, True),
     ],
 )
-def test_a_newer_model_gives_way_where_its_loss_is_more_than_a_quarter_above_the_lowest(loss, lowest, gives):
+def test_a_model_with_a_loss_a_quarter_above_the_lowest_is_not_kept(loss, lowest, gives):
     assert gives_way(judged(loss), lowest) == gives

@@ -186,7 +186,7 @@ def test_empty_rows_and_columns_are_not_computed():
     assert flops(model, manifest, inputs, elements) == 3 * forward - 3 * 2 * 9 * 40 * 36
 
 
-def test_an_infinite_gradient_of_what_does_not_exist_counts_as_zero():
+def test_infinite_gradients_of_missing_elements_count_as_zero():
     model, manifest, inputs, elements = made("images", "two thirds")
     with Freezing(model, manifest, None, elements) as freezing:
         model(inputs).sum().backward()

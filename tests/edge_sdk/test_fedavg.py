@@ -326,7 +326,7 @@ def test_local_evaluation_has_no_global_model(manifest):
     assert (found.personal.num_examples, found.validation.num_examples) == (30, 20)
 
 
-def test_a_late_device_trains_as_long_as_a_round_or_as_it_is_told(manifest):
+def test_a_late_device_trains_for_a_round_or_the_set_epochs(manifest):
     def steps(**settings):
         done = []
         job = job_of(manifest, kind="adapt", **settings)

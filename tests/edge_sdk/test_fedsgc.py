@@ -200,7 +200,7 @@ def test_directions_of_weights_that_exist_alone_protect_small_ones_that_agree():
     assert replacing.counts == {"dropped": 3, "dropped_guided": 2, "grown_guided": 1, "replaced": 2, "adjusted": 1}
 
 
-def test_what_was_dropped_against_its_direction_begins_at_zero_where_nothing_else_is_left():
+def test_revived_weights_start_at_zero_if_no_other_is_left():
     """Of four weights three exist; 1 and 2 go, 3 comes, and of the two the one of the larger gradient must return."""
     vector = {"theta": [0.3, 0.2, 0.1, 0], "theta0": [0.3, 0.4, 0.3, 0], "mask": [1, 1, 1, 0], "G": [0, 0.5, 0.1, 0.2]}
     replacing, job, batch = one_layer(vector, 1.0, [0, 1, 1, 0], density=0.75)

@@ -329,7 +329,7 @@ def test_adapting_fine_tunes_the_global_model_under_the_mask(digits_manifest):
     assert not changed.any()
 
 
-def test_adapting_takes_as_long_as_a_round_or_as_the_federation_says(digits_manifest):
+def test_adapting_takes_a_round_or_the_set_epochs(digits_manifest):
     def steps(**settings):
         done = []
         job = digits_job(digits_manifest, kind="adapt", **settings)
@@ -354,7 +354,7 @@ def test_the_method_is_found_by_its_name():
 
 
 @pytest.mark.parametrize(("alone", "times"), [(False, 1), (True, 2)])
-def test_a_model_that_is_trained_alone_counts_in_what_a_budget_costs(alone, times):
+def test_a_local_only_model_counts_in_the_cost_of_a_budget(alone, times):
     manifest = load_builtin("digits").manifest
     settings = FederationSettings(method="fedspu", method_settings={"alone": alone})
     rehearsal = SimpleNamespace(

@@ -232,7 +232,7 @@ def test_leaving_after_an_error_gives_everything_back(digits):
     assert model.out.weight.requires_grad
 
 
-def test_what_does_not_exist_does_not_come_to_life_where_it_is_to_be_trained(digits):
+def test_training_does_not_revive_pruned_elements(digits):
     model, _, _ = digits
     exists = torch.rand(model.fc1.weight.shape, generator=torch.Generator().manual_seed(0)) < 0.5
     moving = torch.rand(model.fc1.weight.shape, generator=torch.Generator().manual_seed(1)) < 0.5

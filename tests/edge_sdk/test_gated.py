@@ -348,7 +348,7 @@ def one_by_one(gated, inputs):
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_gates_of_each_sample_in_one_pass_are_those_of_every_sample_alone(name, share, monkeypatch):
+def test_gates_in_one_pass_equal_gates_per_sample(name, share, monkeypatch):
     build, shape = ROWS[name]
     torch.manual_seed(1)
     model = build()

@@ -424,7 +424,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_nothing_as_large_as_a_weight_is_made():
+def test_no_tensor_of_a_weights_size_is_allocated():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 200), nn.ReLU(), nn.Linear(200, 100), nn.ReLU(), nn.Linear(100, 10))
     table = table_of(model, count=10)

@@ -263,7 +263,7 @@ def test_another_model_than_the_federations_is_refused_before_anything_is_done(c
     assert client.get("/v1/federations/night/devices").json() == []
 
 
-def test_a_simulated_board_says_so_and_reports_what_it_would_have_spent(client, tmp_path):
+def test_a_simulated_board_reports_estimated_energy(client, tmp_path):
     publish(inprocess.ADDRESS, "night", "digits", client=client, **SETTINGS)
     board = BOARDS["pi4b"]
     host = host_of(client, Plan("night", 2, boards=(board,)), tmp_path)

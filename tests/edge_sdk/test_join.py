@@ -104,7 +104,7 @@ def test_the_summary_says_which_model_all_devices_have_chosen(taken):
     assert "a mixture of 50 % personal model of round 3 and 50 % finished global model" in own
 
 
-def test_the_summary_says_what_an_update_and_a_point_took_how_hot_it_grew_and_what_helps():
+def test_the_summary_has_costs_temperature_and_advice():
     spent = Totals(seconds=40, joules_estimated=60, paused_seconds=12, throttled_seconds=3, celsius_peak=71.4)
     choice = Choice(0.4, 3.0, 2.0, 1, 1, 0, True, BudgetLimit.deadline, ("budget 0.4: a round takes 3 s",), ("rest",))
     done = result(rounds=3, accuracy_before=0.1, accuracy_after=0.4, training=spent, budget=0.4, choice=choice)

@@ -102,7 +102,7 @@ def test_a_device_whose_rounds_all_fail_ends_with_the_reason(client, tmp_path, m
     assert len(records) <= FAILURES + 1  # it left: no round waits for it
 
 
-def test_a_device_that_comes_to_the_end_of_a_failed_federation_says_so(client, tmp_path):
+def test_a_device_that_arrives_after_a_failed_federation_reports_it(client, tmp_path):
     publish(inprocess.ADDRESS, "default", exploding(), client=client, rounds=1, min_devices=1, finetune_epochs=1)
     where = {"client": client, "name": "pi", "state_dir": tmp_path / "state", "options": ALONE}
     with pytest.raises(NothingTrained, match=r"^pi\b.*\bloss\b"):
@@ -165,7 +165,7 @@ def test_every_method_s_result_has_the_figures_that_a_classification_has(client,
         check_line(result)
 
 
-def test_a_device_below_pfedgate_s_least_budget_is_told_and_adapts_a_model_worth_having(client, tmp_path, caplog):
+def test_a_device_below_pfedgates_smallest_budget_adapts_the_model(client, tmp_path, caplog):
     """With a gate of its own tiny budget it would answer below the dense model that it received: 0 of 55 % here."""
     publish(
         inprocess.ADDRESS,

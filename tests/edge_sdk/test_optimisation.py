@@ -263,7 +263,7 @@ def test_memory_follows_from_one_way_to_run_a_weight_to_another(before, after):
 
 
 @pytest.mark.parametrize("pattern", ["compressed rows", "packed", "an index", "bits"])
-def test_the_pull_is_to_what_was_received_and_for_what_is_new_that_is_zero(pattern):
+def test_the_proximal_term_pulls_to_received_values_and_new_ones_to_zero(pattern):
     """The loss asks for nothing (a learning rate of 0.1, μ = 1): each step leaves 0.9 of the distance."""
     model, manifest, elements = made(pattern)
     start = {name: value.detach().clone() for name, value in model.named_parameters()}

@@ -294,7 +294,7 @@ def test_a_table_is_dealt_and_its_features_are_on_one_scale(tmp_path):
     assert tasks[0].class_names == ("ill", "well")
 
 
-def test_a_file_that_says_who_made_a_sample_is_dealt_by_person(tmp_path):
+def test_a_file_with_persons_is_dealt_by_person(tmp_path):
     x, who = images(60, 9, 9), np.array(["b", "a", "c"])[np.arange(60) % 3]
     np.savez(tmp_path / "m.npz", x=x, y=labels(60), device=who)
     of_a = part(tmp_path / "m.npz", index=0, of=3)

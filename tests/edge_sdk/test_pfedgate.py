@@ -470,7 +470,7 @@ def test_a_window_averages_the_gates_of_the_last_inputs():
         assert not torch.equal(wide.each(inputs[6:]), found[6:]), "alone it is judged by its own gates"
 
 
-def test_a_dense_last_round_trains_the_whole_model_and_leaves_gate_and_personal_model_alone():
+def test_a_dense_last_round_trains_only_the_shared_model():
     """Table 10: one more epoch without gates, one more average, and the model can be judged by itself."""
     devices = DigitsDevices(dense_last=True)
     for number in (8, 9):

@@ -182,7 +182,7 @@ def test_a_file_that_is_not_there_is_said(tmp_path):
         read_policy(tmp_path / "none.toml")
 
 
-def test_what_was_spent_survives_a_restart_and_a_damaged_file_counts_for_nothing():
+def test_spent_energy_survives_restarts_and_damaged_files_are_ignored():
     spent = Spent(day=NOON.date(), seconds=3.0, joules=2.5)
     assert read_spent(spent.model_dump_json().encode()) == spent
     assert read_spent(b"{") is None
@@ -305,7 +305,7 @@ def test_work_pauses_between_batches_and_resumes():
     assert device.watch.hot
 
 
-def test_work_is_handed_back_as_soon_as_it_cannot_be_done_in_time():
+def test_work_that_cannot_meet_its_deadline_is_returned():
     device = Device(PI, after={20: {"temperature": 80.0}})
     device.watch.look()
     with pytest.raises(Paused) as pause:
@@ -331,7 +331,7 @@ def test_a_failing_supply_hands_back_at_once():
     assert device.now <= 26
 
 
-def test_work_that_nobody_waits_for_waits_as_long_as_it_takes():
+def test_work_without_a_deadline_waits_indefinitely():
     device = Device(PI, after={20: {"temperature": 80.0}, 5000: {"temperature": 50.0}})
     device.watch.look()
     (paused,) = work(device, 40)

@@ -179,7 +179,7 @@ def test_a_newer_file_takes_over(model):
     assert not watched.refresh()
 
 
-def test_a_newer_file_that_cannot_be_used_is_told_once_and_the_old_model_stays(model):
+def test_an_unusable_new_file_is_reported_once(model):
     troubles = []
     watched = Watched(model, threads=1, report=troubles.append)
     whole = model.read_bytes()

@@ -110,7 +110,7 @@ def test_hermes_prunes_while_accuracy_holds_and_a_step_is_rejected_when_it_falls
     assert is_within(second.update.mask, first.update.mask)
 
 
-def test_hermes_trains_the_whole_network_until_it_has_pruned_and_counts_what_it_computes():
+def test_hermes_trains_and_counts_the_whole_network_until_it_prunes():
     job = job_of(GRADUAL, wrong=20)
     trained = HERMES.train(job)
     assert trained.update.values.size == MANIFEST.shared_values

@@ -162,7 +162,7 @@ def test_auto_keeps_what_was_asked_for(client):
     )
 
 
-def test_auto_keeps_what_was_asked_for_where_it_is_as_by_default(client):
+def test_auto_keeps_explicit_settings_equal_to_defaults(client):
     given = {"precision": "fp32", "early_stopping": "validation", "logit_adjustment": 0.0, "finetune_epochs": 0}
     settings = published_for(client, with_neurons(), **AUTO, **given).settings
     assert {name: getattr(settings, name) for name in given} == given
@@ -272,9 +272,7 @@ def guarded(tmp_path, monkeypatch):
         yield client
 
 
-def test_a_script_that_publishes_and_joins_needs_an_admin_token_on_the_first_device_alone(
-    guarded, monkeypatch, tmp_path
-):
+def test_only_the_first_device_of_a_script_needs_an_admin_token(guarded, monkeypatch, tmp_path):
     def script(name, seed):
         settings = {"method": "fedavg", "rounds": 1, "min_devices": 1, "local_epochs": 1, "finetune_epochs": 1}
         publish(inprocess.ADDRESS, "wide", wide(seed), exist_ok=True, client=guarded, **settings)

@@ -120,7 +120,7 @@ class Standardised(nn.Linear):
         return x / x.std(1, keepdim=True)
 
 
-def test_what_changes_in_place_and_what_only_the_exporter_takes_apart_is_compiled():
+def test_in_place_operations_and_exporter_decompositions_are_compiled():
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), Standardised(8, 3))
     graph = compile_step(model, F.cross_entropy, torch.randn(6, 6), torch.arange(6) % 3).step
     kinds = {node.op_type for node in onnx.load_from_string(graph).graph.node}

@@ -51,7 +51,7 @@ def test_a_phase_knows_its_peak_and_how_long_it_was_throttled(tmp_path):
     assert (after.cost.celsius_peak, after.cost.throttled_seconds, after.cost.paused_seconds) == (70, 0, 0)
 
 
-def test_where_nothing_can_be_read_nothing_is_said(tmp_path):
+def test_unreadable_sensors_are_not_reported(tmp_path):
     device = Device(tmp_path, temperature=Reason.ABSENT, throttled=Reason.ABSENT)
     with device.telemetry.phase("train") as train:
         device.work(10)
@@ -71,7 +71,7 @@ def test_sensors_are_not_asked_at_every_step_nor_in_transfers(tmp_path):
 
 
 @pytest.mark.parametrize("celsius", [math.nan, math.inf, -math.inf, -1e300, 1e300, -274.0])
-def test_what_a_sensor_cannot_mean_is_left_out_and_the_rest_is_told(tmp_path, celsius):
+def test_impossible_readings_are_left_out(tmp_path, celsius):
     """A coordinator would refuse the whole report, again and again."""
     device = Device(tmp_path, temperature=celsius)
     with device.telemetry.phase("train") as train:

@@ -559,7 +559,7 @@ def test_a_model_of_two_inputs_is_refused():
         manifest_of(Two(), 4)
 
 
-def test_a_model_of_which_too_little_belongs_to_neurons_is_refused_with_what_is_complete():
+def test_a_model_with_too_few_droppable_weights_is_refused():
     model = Calls(
         lambda self, x: self.small(self.hidden(x).cumsum(1)), small=nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 3))
     )

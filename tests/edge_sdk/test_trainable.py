@@ -33,7 +33,7 @@ def test_this_device_can_train():
         ({"module": "no_such_torch"}, "PyTorch is not installed"),
     ],
 )
-def test_who_cannot_is_told_why_and_what_it_can_do_in_one_line(python, told):
+def test_a_device_that_cannot_train_gets_reason_and_remedy(python, told):
     with pytest.raises(trainable.CannotTrain) as refusal:
         trainable.check(**python)
     text = str(refusal.value)
@@ -48,7 +48,7 @@ def test_the_page_of_devices_shows_what_it_says():
     assert f"sparrow join: {refusal.value}\n" in (SDK.parent / "docs" / "devices.md").read_text()
 
 
-def test_a_torch_that_does_not_load_is_told_apart_from_one_that_is_not_there(tmp_path, monkeypatch):
+def test_a_broken_torch_is_distinguished_from_a_missing_one(tmp_path, monkeypatch):
     (tmp_path / "broken_torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
     (tmp_path / "half_torch.py").write_text("import a_part_that_is_missing\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -64,7 +64,7 @@ def test_two_federations_download_once(load):
     assert one.samefile(two)
 
 
-def test_who_does_not_share_shows_no_coordinator_what_else_it_takes_part_in(load):
+def test_without_sharing_no_coordinator_learns_of_other_federations(load):
     load("one", share=False)
     assert not shared_folder().exists(), "nothing is left for others"
     load("two")

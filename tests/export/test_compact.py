@@ -118,7 +118,7 @@ def test_group_norm_loses_whole_groups_only():
 
 
 @pytest.mark.parametrize("name", ["digits", "cifar10", "har", "mnist:leaf"])
-def test_where_nothing_is_dead_nothing_goes(name):
+def test_a_network_without_dead_neurons_is_unchanged(name):
     manifest, _, model = masked_task(name, 1.0)
     small, found = compact(model), sizes(model)
     assert {key: sizes(small)[key] for key in manifest_names(manifest)} == {

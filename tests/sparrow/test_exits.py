@@ -315,7 +315,7 @@ def test_a_budget_that_does_not_fit_is_more_than_this_machine_can(fails, guarded
 
 
 @pytest.mark.parametrize("name", CALLERS)
-def test_the_coordinator_of_the_environment_is_called_where_none_is_given(fails, calls, closed, name, monkeypatch):
+def test_the_default_server_is_that_of_the_environment(fails, calls, closed, name, monkeypatch):
     monkeypatch.setenv("SPARROW_SERVER", closed)
     words = calls(closed, name)
     place = words.index("--server")
@@ -567,7 +567,7 @@ def serve(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_coordinator_goes_on_where_ctrl_c_stopped_it_and_keeps_a_second_one_out(serve, tmp_path):
+def test_a_coordinator_resumes_after_ctrl_c_and_excludes_a_second_one(serve, tmp_path):
     first = serve()
     said = []
     while not (said and "this machine" in said[-1]):

@@ -114,7 +114,7 @@ def test_a_module_that_python_m_runs_is_the_same_command(name):
 @pytest.mark.parametrize(
     "command", [("publish", "x"), ("federation", "create", "x"), ("fleet",), ("profile",), ("bench", "compare")]
 )
-def test_a_setting_given_as_an_option_is_shown_as_a_setting(capsys, command):
+def test_a_setting_written_as_an_option_gets_a_hint(capsys, command):
     with pytest.raises(SystemExit) as ended:
         main([*command, "--local-epochs", "3"])
     assert ended.value.code == Exit.USAGE

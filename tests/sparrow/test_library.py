@@ -180,7 +180,7 @@ def test_a_few_lines_simulate_devices(tmp_path):
     assert draws == {"default": "seed", "own": "seed", "theirs": "secret"}
 
 
-def test_the_lines_of_the_docs_run_as_they_are_printed_and_inside_a_running_loop(tmp_path, monkeypatch):
+def test_the_docs_lines_run_also_inside_an_event_loop(tmp_path, monkeypatch):
     """As a notebook runs them; nothing of it stays but what it writes."""
     page = Path(__file__).parents[2] / "docs" / "fleet.md"
     code = page.read_text().partition("## From Python")[2].partition("```python\n")[2].partition("```")[0]

@@ -94,7 +94,7 @@ def enrolled(night, lab):
         (("device", "remove", "night", "pi"), "and remove it from lists and counts?", "device pi is removed"),
     ],
 )
-def test_before_what_cannot_be_undone_a_person_is_asked_and_a_program_says_yes(
+def test_destructive_commands_ask_for_confirmation(
     sparrow, fails, night, lab, enrolled, words, asked, done, monkeypatch
 ):
     server = ("--server", night)
@@ -167,7 +167,7 @@ def test_what_keeps_it_from_that_is_one_line(fails, night, lab, monkeypatch):
     assert "set SPARROW_ADMIN_TOKEN" in fails(Exit.REFUSED, *DELETE, "night", "--server", night, "--yes")
 
 
-def test_publishing_what_is_there_is_fine_where_one_says_so(sparrow, fails, night):
+def test_publishing_an_existing_federation_needs_exist_ok(sparrow, fails, night):
     words = ("publish", "night", "--server", night)
     assert sparrow(*words, "--exist-ok", "min_devices=1")[0] == 0
     assert "exists; choose another name" in fails(Exit.FAILED, *words)

@@ -75,9 +75,7 @@ def finish(process: subprocess.Popen[str], status: int) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_two_workers_train_what_one_process_trains_and_go_on_after_ctrl_c(
-    machine: Machine, start: Start, tmp_path: Path
-) -> None:
+def test_two_workers_equal_one_process_and_resume_after_ctrl_c(machine: Machine, start: Start, tmp_path: Path) -> None:
     (spread, _), (alone, _) = machine(), machine()
     for coordinator in (spread, alone):
         coordinator.create("digits", **{**SETTINGS, "rounds": 12})

@@ -274,7 +274,7 @@ def test_ctrl_c_ends_all_and_the_same_command_goes_on(coordinator, command, undi
     assert engine == "torch" or found == undisturbed, "the same models"
 
 
-def test_one_process_interrupted_in_the_middle_of_a_step_goes_on_to_the_same_models(undisturbed, coordinator, tmp_path):
+def test_an_interrupted_process_resumes_to_the_same_models(undisturbed, coordinator, tmp_path):
     coordinator.create(NAME, **SETTINGS)
     steps = []
 
@@ -322,7 +322,7 @@ class LastWord(Trouble):
         return self.fault if self._left == 0 and exchange.method == "PUT" else None
 
 
-def test_a_device_whose_last_answer_is_lost_sends_again_before_it_is_asked_what_is_left(coordinator, device):
+def test_a_lost_last_answer_is_sent_again_before_new_work(coordinator, device):
     """The federation is over, as the coordinator sees it, and the device is in a process that still works for it."""
     coordinator.create(NAME, **SETTINGS | {"rounds": 1, "cohort": 2, "min_devices": 2, "local_steps": 1})
     trouble = LastWord(4)  # two that train, two that judge

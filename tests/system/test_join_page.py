@@ -394,7 +394,7 @@ def test_keys_alone_are_enough(coordinator, open_page):
     assert device["name"] == "desk-1"
 
 
-def test_over_plain_http_it_takes_part_and_says_what_needs_https(new_coordinator, open_page):
+def test_a_page_over_plain_http_takes_part_with_a_notice(new_coordinator, open_page):
     server = new_coordinator(COORDINATOR_HOSTS="phones.test")
     server.start()
     server.create("lab", **ALONE, rounds=2, local_epochs=5)
@@ -493,7 +493,7 @@ def test_who_leaves_and_is_forgotten_need_not_wait_for_a_coordinator_that_is_awa
     page.troubles.clear()  # Chromium notes refused connections as errors
 
 
-def test_where_all_tokens_are_set_the_page_needs_none_and_its_calls_do(new_coordinator, open_page):
+def test_the_page_needs_no_token_but_its_calls_do(new_coordinator, open_page):
     server = new_coordinator(
         COORDINATOR_ADMIN_TOKEN="the-chief-s-secret",
         COORDINATOR_OBSERVER_TOKEN="an-observer-s-secret",

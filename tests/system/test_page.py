@@ -346,7 +346,7 @@ def test_a_page_of_this_machine_invites_phones_to_its_address_in_the_network(coo
     expect(other.get_by_role("button", name="Invite a phone")).to_be_hidden()
 
 
-def test_a_user_whose_token_is_good_for_nothing_any_more_is_told_so(new_coordinator, open_page):
+def test_a_user_with_an_invalid_token_gets_a_message(new_coordinator, open_page):
     server = new_coordinator(
         COORDINATOR_ADMIN_TOKEN="the-chief-s-secret", COORDINATOR_OBSERVER_TOKEN="an-observer-s-secret"
     )
@@ -443,7 +443,7 @@ def test_what_devices_say_of_themselves_is_shown_as_text(coordinator, open_page)
     assert "lab" in page.title()
 
 
-def test_the_page_says_when_the_coordinator_is_gone_and_goes_on_when_it_is_back(coordinator, open_page):
+def test_the_page_reports_a_lost_coordinator_and_recovers(coordinator, open_page):
     coordinator.create("lab")
     page, expect = open_page(coordinator.url), playwright.expect
     expect(page.locator("#connection")).to_have_text("live")

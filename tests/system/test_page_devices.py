@@ -223,9 +223,7 @@ def test_pages_choose_among_copy_global_model_and_mixtures_as_the_sdk_does(nurse
     assert last["accuracy_personal"] >= last["accuracy_global"] - 0.05
 
 
-def test_a_page_that_is_closed_while_it_trains_goes_on_when_it_is_opened_again(
-    nursery, tmp_path, open_device, files, undisturbed
-):
+def test_a_page_closed_during_training_resumes(nursery, tmp_path, open_device, files, undisturbed):
     """It has its samples, its identity and its model, and trains the round again, to the same update."""
     with played(nursery, tmp_path) as (coordinator, devices):
         start_sdk(coordinator, devices, *NAMES[2:])

@@ -67,9 +67,7 @@ def mine(folder):
     return table
 
 
-def test_a_page_trains_on_its_own_table_predicts_by_name_and_exports_what_takes_raw_rows(
-    published, open_page, tmp_path
-):
+def test_a_page_trains_predicts_and_exports_with_its_own_table(published, open_page, tmp_path):
     signer = Publisher.load().fingerprint
     page = open_page(f"{published.url}/join/rooms#publisher={signer.replace('-', '')}")
     expect(page.locator("#signed")).to_have_text(f"Model: signed by {signer}")

@@ -262,7 +262,7 @@ def test_a_federation_is_made_on_the_page(coordinator, open_page, pictures):
     assert not info["settings"]["secure"]
 
 
-def test_a_secure_federation_is_made_on_the_page_and_says_what_it_hides(coordinator, open_page, pictures):
+def test_the_page_creates_a_secure_federation_and_describes_it(coordinator, open_page, pictures):
     coordinator.create("other")
     page, expect = open_page(coordinator.url), playwright.expect
     page.get_by_role("button", name="New federation").click()

@@ -112,7 +112,7 @@ def test_a_device_that_grows_hot_pauses_between_batches_resumes_and_finishes(coo
     assert hot.now >= 2 * STEPS + 60
 
 
-def test_a_device_whose_battery_falls_hands_back_in_time_and_returns_when_it_is_charged(coordinator, federation):
+def test_a_device_with_a_low_battery_returns_work_until_charged(coordinator, federation):
     falling = {10: {"on_mains": 0.0, "battery": 60.0}, 20: {"battery": 39.0}}
     tired, other = federation("a", after={**falling, 900: {"battery": 45.0}, 1000: {"battery": 61.0}}), federation("b")
     tired.step(), other.step()

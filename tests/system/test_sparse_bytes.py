@@ -137,7 +137,7 @@ def test_an_update_is_what_exists(traffic, precision, name):
 
 @pytest.mark.parametrize("precision", BYTES_PER_VALUE)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_payload_is_what_exists_and_a_mask_where_it_is_not_known(traffic, precision, name):
+def test_payloads_have_existing_values_and_unknown_masks(traffic, precision, name):
     wanted = (2 if precision == "fp16" else 4) * (KEPT + BIASES)  # int8 is for updates alone
     downs = {number: traffic[precision].down(name, number) for number in range(1, ROUNDS + 1)}
     print(downs)

@@ -104,7 +104,7 @@ def test_an_answer_that_is_lost_does_no_harm(start, folder):
     assert status_of(client, folder.known_identity().token) == 200
 
 
-def test_a_device_that_dies_before_it_has_kept_its_new_token_goes_on_with_the_old_one(start, folder, monkeypatch):
+def test_a_device_killed_during_renewal_keeps_its_old_token(start, folder, monkeypatch):
     client = start(device_token_rotation_days=ALWAYS)
     device = session(client, folder)
     before = folder.known_identity().token

@@ -42,7 +42,7 @@ def take_part(coordinator: Coordinator, folder, name: str, token: str | None) ->
     )
 
 
-def test_with_their_tokens_devices_join_and_with_what_they_got_they_come_again(guarded, tmp_path):
+def test_devices_join_with_tokens_and_return_with_their_own(guarded, tmp_path):
     settings = {"rounds": 1, "local_steps": 2, "min_devices": 2, "early_stopping": "off"}
     with pytest.raises(Refused, match="publishing an admin token"):
         publish(guarded.url, "night", "digits", **settings)

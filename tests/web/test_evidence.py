@@ -23,7 +23,7 @@ def evidence(gains):
     return Evidence.of({GLOBAL: shared, **{name: -gain for name, gain in zip(CANDIDATES, gains, strict=True)}})
 
 
-def test_a_page_tells_the_moments_and_takes_the_model_that_the_sdk_does(modules):
+def test_a_page_reports_and_chooses_as_the_sdk(modules):
     fleets = [fleet(seed) for seed in range(5)]
     pools = [pool_of(map(evidence, each)) for each in fleets]
     found = modules(

@@ -388,7 +388,7 @@ def test_no_redirect_is_followed(alone, status):
 
 @pytest.mark.parametrize("answer", [silent, dripping], ids=["silent", "dripping"])
 @pytest.mark.parametrize("name", ["federation", "a payload"])
-def test_an_answer_that_does_not_come_or_drips_counts_as_none(alone, coordinator_answer, answer, name):
+def test_missing_and_trickling_answers_are_retried(alone, coordinator_answer, answer, name):
     server, call = alone
     server.port = coordinator_answer
     wrong(server, answer)

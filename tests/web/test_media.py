@@ -553,7 +553,7 @@ def test_a_browser_keeps_pictures_as_files_and_sounds_as_samples(modules):
     close(np.array(values), soundfile.read(io.BytesIO(HEARD_FILES["hum/a.wav"]), dtype="float32")[0])
 
 
-def test_what_is_no_picture_or_sound_as_described_comes_from_files(modules):
+def test_other_samples_than_pictures_and_sounds_come_from_files(modules):
     """Such as pictures of one channel, which only arrays can hold."""
     grey = Preparation(reader="images", dtype="uint8", shape=(8, 8, 1), axes="HWC")
     silent = Preparation(reader="audio", shape=(800,), axes="T")

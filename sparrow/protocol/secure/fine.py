@@ -1,7 +1,7 @@
 """Numbers of a secure update that need more range or precision than one word: two words each, after the values.
 
 *Running statistics* of batch norm move with activations, not with the learning rate: a variance of 1 may become 1,000
-in the first round. One of magnitude b may move by up to ±16 (1 + |b|).
+in the first round. A value of magnitude b may move by up to ±16 (1 + |b|).
 
 *Metrics*, with ``secure_metrics``: each is weighted like its update, and averaged over the devices that have it.
 """

@@ -137,7 +137,7 @@ def test_other_names_are_given(open_app, tmp_path):
     assert open_app(hosts="*", data_dir=tmp_path / "other").get("/v1/federations", headers=EVIL).status_code == 200
 
 
-def test_an_enrolment_token_lets_in_as_many_as_it_says(open_app, command):
+def test_an_enrolment_token_admits_its_number_of_devices(open_app, command):
     client = open_app()
     token = command("create", "enrolment", "--uses", "2")
     enrolled = [enrol(client, name, token["secret"]).json() for name in ("one", "two")]
@@ -274,7 +274,7 @@ def test_a_device_revoked_by_another_process_is_out_within_seconds(domain, clock
         devices.authenticate(one.token)
 
 
-def test_a_new_token_takes_the_place_of_the_old_one_when_it_is_used(domain, clock):
+def test_a_new_token_replaces_the_old_one_at_first_use(domain, clock):
     devices = Devices(domain, clock, rotation_seconds=100)
     one = enrol_in(devices)
     caller = devices.authenticate(one.token)
@@ -326,7 +326,7 @@ def test_an_enrolment_that_comes_twice_takes_no_token_from_the_device(domain, cl
     assert devices.authenticate(tokens[-1])
 
 
-def test_a_thief_who_renews_a_token_first_gets_none_and_loses_the_stolen_one(open_app):
+def test_a_thief_without_the_key_cannot_renew_a_token(open_app):
     client = open_app()
     stolen = enrol(client, "one").json()
     path, headers = f"/v1/devices/{stolen['device_id']}/token", bearer(stolen["token"])

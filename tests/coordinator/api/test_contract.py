@@ -841,7 +841,7 @@ def test_an_update_after_its_round_is_refused_and_changes_nothing(open_app, trai
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedsgc", "fedspu"])
-def test_an_update_that_comes_when_its_model_is_gone_is_too_late_or_the_same(open_app, method):
+def test_an_update_for_a_removed_model_is_late_or_a_duplicate(open_app, method):
     """The round closed and its model was deleted: what a device then sends, again or at last, is answered as ever."""
     client = open_app(default_settings=SETTINGS.model_copy(update={"method": method, "quorum": 0.5}))
     one, two = enrol(client, "one"), enrol(client, "two")
@@ -870,7 +870,7 @@ def play(client, headers, train):
         done.append(assignment.kind.value)
 
 
-def test_after_the_end_a_device_is_told_that_it_is_over_but_a_late_one_adapts_first(open_app, train):
+def test_after_the_end_only_late_devices_get_work(open_app, train):
     client = open_app(default_settings=SETTINGS.model_copy(update={"rounds": 1}))
     pair = [enrol(client, name)[1] for name in ("one", "two")]
     for headers in pair:
@@ -956,7 +956,7 @@ def test_a_device_is_sent_the_mask_that_it_does_not_name(open_app):
     assert ask(client, two).payload == first.payload
 
 
-def test_a_mask_named_where_there_are_none_changes_nothing(client, pair):
+def test_a_mask_is_ignored_by_methods_without_masks(client, pair):
     (_, headers, assignment), _ = pair
     answer = Assignment.model_validate(ask_with(client, headers, "f" * 64).json())
     assert (answer.assignment_id, answer.payload) == (assignment.assignment_id, assignment.payload)
@@ -1259,7 +1259,7 @@ def test_later_events_bring_only_the_points_that_changed(client, train):
     assert client.get("/v1/federations/default/overview").json()["points"] == points
 
 
-def test_long_bodies_are_refused_unread_on_every_path_but_those_that_ask_who_sends(open_app):
+def test_long_bodies_are_refused_unread_except_on_authenticated_paths(open_app):
     client = open_app()
     big = b"[" + b" " * (2 * 1024 * 1024)
     for method, path in (

@@ -287,7 +287,7 @@ def test_a_crowd_of_writers_is_not_refused(open_app):
     assert {each.result().status_code for each in all_at_once(enrolment(open_app()), 200)} == {201}
 
 
-def test_who_waits_for_a_thread_gives_up_only_where_none_is_done_with_its_work():
+def test_waiting_calls_give_up_only_if_no_thread_makes_progress():
     async def crowd(patience, seconds):
         threads = Threads(1, patience)
         return await asyncio.gather(*(threads.run(time.sleep, seconds) for _ in range(12)), return_exceptions=True)
@@ -325,7 +325,7 @@ def test_calls_that_come_while_a_batch_is_done_are_the_next():
     assert isinstance(three, ValueError), "one's error is nobody else's"
 
 
-def test_who_waits_behind_a_batch_gives_up_where_it_takes_long():
+def test_calls_behind_a_slow_batch_give_up():
     async def crowd(free):
         batches = Batches("batches", lambda batch: [free.wait(20) for _ in batch], 0.1)
         first = asyncio.ensure_future(batches.run(0))

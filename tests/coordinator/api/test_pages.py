@@ -147,7 +147,7 @@ def test_what_is_no_token_to_look_with_signs_nobody_in(open_app, form, status, s
     assert client.post("/sign-in", content=b"\xff=%ff", follow_redirects=False).status_code in (401, 422)
 
 
-def test_who_signs_out_or_whose_token_is_over_is_led_to_the_form(open_app):
+def test_sign_out_and_expired_tokens_lead_to_the_form(open_app):
     client = open_app(**TOKENS)
     out = client.post("/sign-out", headers=signed_in(client, "the-chief-s-secret"), follow_redirects=False)
     assert (out.status_code, out.headers["location"]) == (303, "sign-in?note=out")
@@ -253,7 +253,7 @@ def pages_train(monkeypatch):
     monkeypatch.setattr(links.runtime, "missing", list)
 
 
-def test_a_link_comes_with_its_qr_code_and_leads_to_the_page_that_is_a_device(open_app, pages_train):
+def test_a_join_link_has_a_qr_code_and_opens_the_device_page(open_app, pages_train):
     client = open_app()
     for server, link in (
         (SERVER, f"{SERVER}/join/default"),

@@ -110,7 +110,7 @@ def test_who_signs_out_or_signs_in_again_leaves_no_session(process):
     assert is_over(sessions, second)
 
 
-def test_each_token_has_so_many_sessions_and_takes_none_of_others(store, clock, process):
+def test_each_token_has_a_separate_limit_of_sessions(store, clock, process):
     _, secret = make_token(store, clock)
     sessions = process(observer=OBSERVER)
     other = sessions.begin(secret)

@@ -133,7 +133,7 @@ def test_it_is_nobody_elses(client, update, pair):
     assert_problem(ranged(client, (unknown, *update[1:]), 0), 403, "another device")
 
 
-def test_the_same_call_twice_at_once_brings_it_once_and_the_other_is_told_to_ask(client, update, tmp_path):
+def test_simultaneous_equal_uploads_count_once(client, update, tmp_path):
     """As a proxy does that sends again what it thinks is lost."""
     headers, path, body = update
     first = http.client.HTTPConnection(client.base_url.host, client.base_url.port, timeout=30)

@@ -104,7 +104,7 @@ def test_a_blob_that_is_not_what_its_key_names_is_never_handed_out(blobs, caplog
 
 
 @pytest.mark.parametrize("linkable", [True, False])
-def test_what_lies_in_a_file_already_becomes_a_blob_and_the_file_may_go(blobs, tmp_path, monkeypatch, linkable):
+def test_a_local_file_becomes_a_blob_and_may_be_removed(blobs, tmp_path, monkeypatch, linkable):
     if not linkable:
         refused = OSError(errno.EXDEV, "the folders are on different file systems")
         monkeypatch.setattr(os, "link", Mock(side_effect=refused))

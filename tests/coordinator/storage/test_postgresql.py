@@ -145,7 +145,7 @@ def test_of_many_that_want_an_expired_lease_one_gets_it(tmp_path, url):
             assert [moves for moves, _ in (store.moves() for store in [first, *others])].count(True) == 1
 
 
-def test_a_process_that_hangs_lets_its_lease_expire_and_readiness_says_when_nobody_has_it(tmp_path, url, monkeypatch):
+def test_a_hanging_process_loses_its_lease_and_readiness_fails(tmp_path, url, monkeypatch):
     monkeypatch.setattr(processes, "BEAT_SECONDS", 0.02)
     alive = True
     with closing(Store(tmp_path, url)) as first:

@@ -207,7 +207,7 @@ def test_no_lock_of_a_coordinator_is_a_link_or_open_to_others(tmp_path, usual_ma
     assert victim.read_bytes() == b"kept"
 
 
-def test_a_folder_of_before_is_closed_to_others_and_one_of_somebody_elses_is_warned_of(tmp_path, caplog, usual_mask):
+def test_old_folders_become_private_and_foreign_ones_cause_a_warning(tmp_path, caplog, usual_mask):
     data = tmp_path / "data"
     Store(data).close()
     for path in [data, *data.iterdir()]:

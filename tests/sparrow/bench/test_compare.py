@@ -126,7 +126,7 @@ def test_the_experiment_on_digits_needs_no_data_and_draws_its_page(tmp_path, cap
 # --- what is compared ------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_given_is_as_published_and_small_budgets_go_to_methods_that_can_use_them(data):
+def test_defaults_are_as_published_and_only_some_methods_get_small_budgets(data):
     plan = compared("npz", str(data / "mine.npz"))
     assert (plan.devices, plan.partition, plan.seeds) == (3, "dirichlet", (0, 1, 2))
     assert "standardised" in plan.about

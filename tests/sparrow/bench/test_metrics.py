@@ -64,7 +64,7 @@ def test_a_devices_own_model_counts_before_the_global_one():
     assert own(Receipt()) is None
 
 
-def test_on_another_test_set_each_devices_own_model_counts_and_each_model_stands_apart():
+def test_other_test_sets_list_each_kind_of_model_separately():
     found = shifted(
         {"shift": 0.2},
         [
@@ -159,7 +159,7 @@ def test_a_point_sums_what_was_counted_and_what_its_own_copies_took():
     assert (found.training_flops, found.finetune_flops, found.flops) == (2000, 100, 2100)
 
 
-def test_a_mechanism_is_idle_where_a_count_or_note_that_proves_it_is_zero_over_all_rounds():
+def test_a_mechanism_is_idle_if_its_counts_stay_zero():
     records = [record(1, counts={"replaced": 0, "guided": 0}), record(2, counts={"guided": 1}, notes={"positions": 2})]
     assert idle(("guided", "positions"), records) == ()
     assert idle(("replaced", "guided", "never"), records) == ("replaced", "never")

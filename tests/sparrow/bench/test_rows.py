@@ -195,7 +195,7 @@ def test_without_timing_two_runs_are_alike():
     assert without_timing([fast]) != without_timing([other])
 
 
-def test_counts_are_read_back_and_rows_without_them_are_known_as_such(path):
+def test_rows_without_counts_are_recognised(path):
     old = recorded()
     assert (old.points[-1].counts, old.points[-1].finetune_flops, old.result.idle) == (None, None, None)
     points = tuple(dataclasses.replace(each, counts={"replaced": 0}, finetune_flops=7) for each in old.points)

@@ -77,7 +77,7 @@ def test_a_rate_that_wins_at_the_edge_extends_the_grid_until_it_is_inside(best, 
     assert choice.open_edges == {}
 
 
-def test_the_grid_is_extended_so_often_and_the_record_says_where_it_ends():
+def test_the_grid_is_extended_up_to_a_recorded_limit():
     results = Results(lambda s: s["learning_rate"])
     choice = searched(experiment(extensions=2), results)
     assert results.rates == [0.01, 0.03, 0.1, 0.33, 1.1]
@@ -105,7 +105,7 @@ def test_fine_tuning_is_tuned_like_everything_else():
 # --- long enough ---------------------------------------------------------------------------------------------------
 
 
-def test_a_tuning_run_is_half_as_long_as_the_run_unless_more_is_asked():
+def test_a_tuning_run_has_half_the_rounds_by_default():
     short = {**FEDAVG, "settings": {"rounds": 13}}
     for plan, rounds in ((experiment(), 20), (experiment(short), 7), (experiment(rounds=30), 15)):
         results = Results(lambda s: 0.5)

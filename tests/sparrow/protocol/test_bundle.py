@@ -244,7 +244,7 @@ def test_a_mask_of_elements_takes_its_shortest_form(changes, known, form, take_a
     assert decoded.sizes.get("mask", 0) == (0 if form == "known" else min(len(data) for data in alternatives))
 
 
-def test_a_mask_of_everything_is_sent_as_such_and_is_not_a_whole_model(take_apart):
+def test_a_full_mask_is_not_sent_as_a_whole_model(take_apart):
     manifest = linear(4, 5)
     body = encode(manifest, noise(24), everything(manifest))
     assert form_of(body, take_apart)["form"] == "elements"

@@ -53,7 +53,7 @@ def test_devices_that_differ_take_their_own():
 
 
 @pytest.mark.parametrize("between", [0.0, 0.1, 0.3, 1.0])
-def test_on_new_samples_it_is_as_good_as_the_better_of_own_and_pooled_choice(between):
+def test_the_choice_matches_the_better_of_own_and_pooled(between):
     """Over 20 fleets: what the choice gains, beside that by own samples alone and that of all alike."""
     gained = {"both": [], "own": [], "pooled": [], "oracle": []}
     for seed in range(20):

@@ -890,7 +890,7 @@ def as_signed(played: SecureRound, name: str, work):
     return kept, name, work.model_copy(update={"signatures": signed_by(played.view.keys, work, whole)})
 
 
-def test_shares_of_a_device_are_told_for_the_cell_that_it_knows_of_alone():
+def test_shares_are_sent_only_for_the_known_cell():
     """A coordinator that tells some devices that others are in one cell with the victim is told nothing of it."""
     ratios = {name: 0.5 if name < "d006" else 1.0 if name < "d012" else 0.25 for name in names_of(18)}
     played = SecureRound(18, ratios=ratios, size=50).until("agree")
@@ -907,7 +907,7 @@ def test_shares_of_a_device_are_told_for_the_cell_that_it_knows_of_alone():
             ask_agreement(played, honest.model_copy(update=lie | {"statements": statements}), name)
 
 
-def test_shares_of_a_device_that_was_told_of_another_cohort_are_told_to_nobody(opened):
+def test_shares_for_another_cohort_are_not_sent(opened):
     work, kept = opened.view.told["unmask", "d000"], replace(opened.kept["d000"], told=None)
     for changes in ({"cohort": {**kept.work.cohort, "far": 64 * "1"}}, {"colluders": 0}):
         other = replace(kept, work=kept.work.model_copy(update=changes))

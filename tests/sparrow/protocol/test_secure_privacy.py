@@ -416,7 +416,7 @@ def test_a_cell_that_the_coordinator_has_made_up_is_not_signed():
 
 
 @pytest.mark.integration
-def test_shares_are_not_told_for_a_cell_that_the_coordinator_has_made_up(unsigned, unchecked):
+def test_shares_are_not_sent_for_an_invented_cell(unsigned, unchecked):
     right = 0
     for seed in range(RUNS // 4):
         played = round_of_joined_cells(seed)

@@ -88,7 +88,7 @@ def test_a_table_is_read_as_what_it_is(read, name, content, said):
     assert bool(raw.said) == bool(said)
 
 
-def test_a_text_that_is_not_utf8_is_read_as_cp1252_and_that_is_said(read):
+def test_text_that_is_not_utf8_is_read_as_cp1252_with_a_remark(read):
     raw = read(PLAIN.replace("temp", "température").encode("cp1252"))
     assert raw.columns[0].name == "température"
     assert "cp1252" in raw.said[0]
