@@ -237,8 +237,10 @@ class Coordinator:
         self.uploads.close()
         try:
             self.costs.write()
+            # After the end of a federation, they tell devices that have heard of it from lost ones.
+            self.last_seen.flush()
         except Unavailable as error:
-            log.warning("the cost of the last uploads is not recorded: %s", error)
+            log.warning("the cost of the last uploads and the last calls of devices are not recorded: %s", error)
         finally:
             self.store.close()
 

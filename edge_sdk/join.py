@@ -55,7 +55,7 @@ from .device.embedding import DeviceProgress, ProgressReporter, Settable, Stop, 
 from .device.local_noise import LocalNoise
 from .device.opening import add_compute, choose_compute
 from .device.policy import Policy, policy_here, read_policy
-from .device.result import Result, as_json, failed, report, result_before, result_of
+from .device.result import Result, as_json, failed, refused, report, result_before, result_of
 from .device.session import FAILURES, Outcome, Session, SessionOptions
 from .device.state import StateFolder, default_root
 from .device.telemetry import Telemetry
@@ -367,7 +367,12 @@ def _task_maker(task: Any, data: str | None, device: str) -> Callable[[Federatio
 
 def _nothing_trained(session: Session, name: str) -> NothingTrained:
     rounds = session.progress.rounds
-    did = f"{name} took part in {rounds} rounds, but has no personal model" if rounds else f"{name} has trained nothing"
+    if session.progress.refused:
+        did = f"{name} took part in {rounds} rounds, but the coordinator accepted none of its updates"
+    elif rounds:
+        did = f"{name} took part in {rounds} rounds, but has no personal model"
+    else:
+        did = f"{name} has trained nothing"
     if session.last_failure is None:
         return NothingTrained(
             f"{did}: the federation is finished; join one that runs, or ask its operator to reopen it"
@@ -410,7 +415,7 @@ def run_session(session: Session, tell: ProgressReporter, halt: Stop, export: Ca
         if step.outcome is Outcome.over:
             return
         tell.between(paused=step.paused is not None)
-        if session.failed_rounds >= FAILURES and not session.progress.rounds:
+        if session.failed_rounds >= FAILURES and not session.progress.succeeded:
             session.leave(nothing_trained(session.reported_failure))
             raise _nothing_trained(session, session.name)
         if session.progress.stopped_round is not None and not stopped:
@@ -447,7 +452,9 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
         preparation=session.task.prepared.preparer.graph if session.task.prepared else None,
         class_names=tuple(session.task.class_names),
     )
-    return export_personal(Path(path), source, session.engine, session.task)
+    exported = export_personal(Path(path), source, session.engine, session.task)
+    session.note_exported()
+    return exported
 
 
 def default_name() -> str:
@@ -505,10 +512,14 @@ def _command(options: argparse.Namespace) -> None:
         raise KeyboardInterrupt("left the federation; run the same command to resume") from None
     with EnergyMeter(model=options.watts) as meter:
         print((as_json if options.json else report)(result, meter.describe()))
-    if result.trained_nothing and not result.interrupted:
+    if result.interrupted:
+        return
+    if result.trained_nothing:
         raise NothingTrained(
             f"{result.name} has trained nothing: {failed(result.failures)}; the last error: {result.failure}"
         )
+    if result.nothing_accepted:
+        raise NothingTrained(f"{result.name}: {refused(result)}; the last refusal: {result.failure}")
 
 
 def _options(parser: Parser) -> None:

@@ -138,6 +138,8 @@ def doing(device: DeviceInfo) -> str:
         return f"paused: {PAUSED[device.paused]}"
     if device.doing is Doing.untrained:
         return "trained nothing"
+    if device.doing is Doing.not_joined:
+        return "could not join"
     return str(device.doing.value).replace("_", " ")
 
 
@@ -152,13 +154,15 @@ def describe(history: DeviceHistory) -> str:
         "system": device.profile.system or "unknown",
         "enrolled": moment(device.enrolled_at),
         "last seen": moment(device.seen_at),
+        "exported": "yes" if device.exported else "no",
+        "refused": f"{device.refusals} in a row",
         "moved": f"{device.everything.bytes_up:,} B up, {device.everything.bytes_down:,} B down",
     }
     parts = [table((device.name, ""), list(about.items()))]
     parts += [printable(f"data: {text}") for text in device.profile.data_warnings]
     if (failure := device.failure) is not None:
         work = f" ({failure.kind.value}, round {failure.round})" if failure.kind else ""
-        parts.append(printable(f"failed at {moment(failure.at)}{work}: {failure.reason}"))
+        parts.append(printable(f"failing since {moment(failure.at)}{work}: {failure.reason}"))
 
     rows = [
         (

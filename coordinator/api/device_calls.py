@@ -24,7 +24,7 @@ from sparrow.protocol.messages import ASSIGNMENT_TYPE, Assignment, UpdateAccepte
 
 from ..app import Coordinator
 from ..calls.bodies import InParts, ranged
-from ..errors import NotAllowed
+from ..errors import Finished, NotAllowed
 from ..fleet.devices import Caller
 from ..models.payloads import Packed
 from ..reports.metrics import counted_refusals
@@ -86,7 +86,12 @@ async def get_assignment(
         while True:
             moved = coordinator.moved.next()
             if not known:
-                work = await coordinator.asking.run(ask)
+                try:
+                    work = await coordinator.asking.run(ask)
+                except Finished:
+                    # The call may have begun long before the end.
+                    coordinator.last_seen.note(device.device_id)
+                    raise
                 if work.was_away:
                     # With the device back, a round may open.
                     coordinator.fact_recorded()

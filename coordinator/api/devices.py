@@ -23,7 +23,7 @@ from sparrow.protocol.messages import (
 from ..errors import NotAllowed
 from ..fleet.access import Holder
 from ..fleet.devices import Caller
-from ..reports.device_list import DeviceQuery, Order
+from ..reports.device_list import DeviceQuery, Only, Order
 from .access import (
     AdminOnly,
     EnrollerOnly,
@@ -56,6 +56,7 @@ def list_devices(
     search: Annotated[str, Query(max_length=200, description="Part of the name or board")] = "",
     device: Annotated[str | None, Query(max_length=64, description="Exact name of one device")] = None,
     doing: Doing | None = None,
+    only: Annotated[Only | None, Query(description="Devices whose work fails, or that have exported no model")] = None,
     order: Order = "name",
     offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
     limit: Annotated[int | None, Query(ge=1, le=100_000, description="All if omitted")] = None,
@@ -64,7 +65,8 @@ def list_devices(
 
     The header ``Sparrow-Total`` has the number of devices on all pages.
     """
-    found, total = coordinator.device_lists.list(name, DeviceQuery(search, device, doing, order, offset, limit))
+    query = DeviceQuery(search, device, doing, only, order, offset, limit)
+    found, total = coordinator.device_lists.list(name, query)
     response.headers["Sparrow-Total"] = str(total)
     return found
 

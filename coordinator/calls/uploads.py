@@ -31,7 +31,7 @@ from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from ..errors import BadContent, LengthRequired, TooLarge, WrongRange
+from ..errors import BadContent, LengthRequired, TooLarge, WrongMediaType, WrongRange
 from ..rounds.acceptance import Acceptance, Sent
 from ..rounds.dispatch import Ask, Asked, Dispatch
 from ..storage.blobs import make_folder, map_file, private
@@ -184,9 +184,12 @@ class Uploads:
             last = total - 1
 
         def begin() -> tuple[_Part, int]:
-            limit = self._acceptance.check_envelope(assignment_id, device_id, media_type)
-            if total > limit:
-                raise TooLarge(f"the update has {total} bytes, but at most {limit} are accepted")
+            try:
+                limit = self._acceptance.check_envelope(assignment_id, device_id, media_type)
+                if total > limit:
+                    raise TooLarge(f"the update has {total} bytes, but at most {limit} are accepted")
+            except (TooLarge, WrongMediaType) as error:
+                raise self._acceptance.count_refusal(assignment_id, device_id, error) from None
             if (declared or ("0" if first == total else "")) != str(last - first + 1):
                 raise LengthRequired("Content-Length must be the length of Content-Range; send both")
             if last != total - 1:

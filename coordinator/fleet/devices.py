@@ -27,8 +27,9 @@ from ..errors import (
     TokenExpired,
 )
 from ..methods import load_method
-from ..rounds.assignments import note_failure, rests, touch
+from ..rounds.assignments import touch
 from ..rounds.candidates import reaches, smallest_budget
+from ..rounds.failing import note_failure, rests
 from ..storage import events
 from ..storage.store import Store
 from ..storage.tables import Assignment, DeletedDevice, Device, Federation
@@ -81,7 +82,8 @@ class Devices:
         """Enrol a device, or give an enrolled one a new token, after a lost answer or an expired token.
 
         The old token stays valid until the new one is first used, and repeated calls return the same new token: a
-        duplicate or late call takes no token from a device.
+        duplicate or late call takes no token from a device. A device with a ``failure`` is only listed, until it
+        enrols without one; its name stays free.
 
         token_id: the enrolment token whose use is counted in the same transaction. Raises NameTaken, NotFound,
         NotAuthenticated.
@@ -95,18 +97,14 @@ class Devices:
                     Device.federation_id == federation.id, Device.name == request.name, Device.status != "revoked"
                 )
             )
-            if device is not None and not hmac.compare_digest(device.enrolment_key_sha256, key):
-                raise NameTaken(
-                    f"a device called {request.name!r} is enrolled in {federation_name}; choose another --device-name, "
-                    f"or, if this device has lost its state, let an admin revoke it first (sparrow device revoke "
-                    f"{federation_name} {request.name})"
-                )
-            if device is not None and request.identity_key not in (None, device.identity_key):
-                raise NameTaken(
-                    f"{request.name} is enrolled with another identity key: its state was lost or is a copy; let an "
-                    f"admin revoke it, or choose another --device-name"
-                )
-            joins = device is None
+            joined = device is not None and device.status != NOT_JOINED
+            if device is not None and joined:
+                _check_keys(federation_name, device, request, key)
+            if device is not None and not joined and not hmac.compare_digest(device.enrolment_key_sha256, key):
+                # A device that could not join has no claim to its name.
+                db.delete(device)
+                db.flush()
+                device = None
             if device is None:
                 if token_id is not None:
                     spend(db, token_id, now)
@@ -116,11 +114,9 @@ class Devices:
                     federation_id=federation.id,
                     name=request.name,
                     enrolment_key_sha256=key,
-                    identity_key=request.identity_key,
                     token_sha256=digest_of(token),
                     token_issued_at=now,
-                    status="active",
-                    present=True,
+                    status=NOT_JOINED,
                     holds_model=False,
                     enrolled_at=now,
                 )
@@ -128,13 +124,23 @@ class Devices:
             else:
                 token = secret_after("device", device.token_sha256, request.enrolment_key)
                 device.next_token_sha256 = digest_of(token)
+            if not joined:
+                device.identity_key = request.identity_key
             device.profile = request.profile.model_dump(mode="json")
             device.budget = request.budget
             device.num_examples = request.num_examples or device.num_examples
             device.limited_by = request.limited_by.value if request.limited_by else None
             device.hosted = request.hosted
             device.seen_at = now
-            if joins:
+            if request.failure is not None:
+                device.present = False
+                note_failure(db, device, None, request.failure, now)
+                log.info("%s cannot join: %s", device.name, in_words(request.failure))
+            elif not joined:
+                device.status = "active"
+                device.present = True
+                device.failure = None
+                device.enrolled_at = now
                 events.record(db, federation.id, EventKind.joined, now, device=request.name)
             return Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
 
@@ -169,7 +175,7 @@ class Devices:
         """
         with self._store.writing() as db:
             device = db.get(Device, device_id)
-            if device is None or device.status == "revoked":
+            if device is None or device.status in ("revoked", NOT_JOINED):
                 raise NotAuthenticated(UNKNOWN)
             if not hmac.compare_digest(device.enrolment_key_sha256, digest_of(enrolment_key)):
                 raise NotAllowed("the enrolment key is not that of the device; send the key that it enrolled with")
@@ -234,6 +240,8 @@ class Devices:
                 device.num_examples = request.num_examples
             if request.data_warnings is not None:
                 device.profile = {**device.profile, "data_warnings": list(request.data_warnings)}
+            if request.exported:
+                device.exported = True
             if request.holds_model is not None:
                 federation = db.get_one(Federation, device.federation_id)
                 # Without personal models only an adapted model counts, which the records know.
@@ -286,6 +294,8 @@ _HOLDER = (
     .join(Federation, Federation.id == Device.federation_id)
     .where(or_(Device.token_sha256 == bindparam("digest"), Device.next_token_sha256 == bindparam("digest")))
 )
+NOT_JOINED = "not_joined"
+"""The status of a device that has only told why it cannot join."""
 UNKNOWN = "the device token is unknown or revoked; enrol again"
 
 
@@ -294,6 +304,21 @@ def _existing(db: Session, device_id: str) -> Device:
     if device is None:
         raise NotFound("this device does not exist; GET /v1/federations/NAME/devices lists all")
     return device
+
+
+def _check_keys(federation: str, device: Device, request: Enrol, key: bytes) -> None:
+    """Raise NameTaken unless the enrolled device itself is calling."""
+    if not hmac.compare_digest(device.enrolment_key_sha256, key):
+        raise NameTaken(
+            f"a device called {request.name!r} is enrolled in {federation}; choose another --device-name, or, if this "
+            f"device has lost its state, let an admin revoke it first (sparrow device revoke {federation} "
+            f"{request.name})"
+        )
+    if request.identity_key not in (None, device.identity_key):
+        raise NameTaken(
+            f"{request.name} is enrolled with another identity key: its state was lost or is a copy; let an admin "
+            f"revoke it, or choose another --device-name"
+        )
 
 
 def revoke(db: Session, device: Device) -> None:
@@ -308,7 +333,7 @@ def _holder(db: Session, digest: bytes) -> tuple[Device, Federation]:
     row = db.execute(_HOLDER, {"digest": digest}).first()
     if row is None and db.get(DeletedDevice, digest) is not None:
         raise FederationDeleted
-    if row is None or row[0].status == "revoked":
+    if row is None or row[0].status in ("revoked", NOT_JOINED):
         raise NotAuthenticated(UNKNOWN)
     return row[0], row[1]
 

@@ -93,7 +93,7 @@ class Federations:
             if request.model_version is not None:
                 rollback.ask(db, federation, self._models, request.model_version, now)
             elif request.action is not None:
-                events.record(db, federation.id, _act(federation, request.action), now)
+                events.record(db, federation.id, _act(federation, request.action, now), now)
             over = why_over(db, federation) if request.action == "reopen" else None
             if over:
                 remedy = {
@@ -245,7 +245,7 @@ def _differences(before: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
     return "; ".join(f"{name}: {before[name]} to {to}" for name, to in changed.items() if before.get(name) != to)
 
 
-def _act(federation: Federation, action: str) -> EventKind:
+def _act(federation: Federation, action: str, now: float) -> EventKind:
     """Carry out an operator's action. Raises WrongState."""
     taken = _ACTIONS[action]
     if federation.status not in taken.allowed:
@@ -254,6 +254,7 @@ def _act(federation: Federation, action: str) -> EventKind:
     federation.status = taken.following or ("running" if federation.round else "waiting")
     if action == "stop":
         federation.reason = "operator"
+        federation.finished_at = now
     if action == "reopen":
         federation.reason = None
         federation.finished_at = None

@@ -16,6 +16,7 @@ from sqlalchemy import func, select
 
 from sparrow.protocol.messages import FederationStatus
 
+from ..rounds.candidates import ENROLLED
 from ..storage.store import Store
 from ..storage.tables import Device, Federation
 
@@ -63,7 +64,7 @@ class Polling:
                 select(func.count())
                 .select_from(Device)
                 .join(Federation, Federation.id == Device.federation_id)
-                .where(Device.status != "revoked", Federation.status.not_in(OVER))
+                .where(Device.status.in_(ENROLLED), Federation.status.not_in(OVER))
             )
             with self._store.reading() as db:
                 self._devices = db.scalar(asking) or 0

@@ -34,7 +34,7 @@ from ..errors import NotFound, read_stored
 from ..fleet.federations import find
 from ..models.global_models import settings_of
 from ..rounds.assignments import COHORT_KINDS, JUDGING_KINDS
-from ..rounds.candidates import SLACK, smallest_budget
+from ..rounds.candidates import ENROLLED, SLACK, smallest_budget
 from ..rounds.secure_state import PHASES
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation
@@ -46,6 +46,15 @@ Order = Literal[
 ]
 # fmt: on
 """Orders of a device list; a minus means descending. Devices without a value come last."""
+
+ENDED = (FederationStatus.finished.value, FederationStatus.stopped.value)
+Only = Literal["failing", "not_exported"]
+"""Selections of devices: those whose work fails or that could not join; those that have not exported their model."""
+
+# SQL for some of the devices that take part, or could not join.
+FAILING = and_(Device.failure.is_not(None), Device.status != "revoked")
+NOT_EXPORTED = and_(Device.exported.is_(False), Device.status.in_(ENROLLED))
+ONLY: dict[Only, ColumnElement[bool]] = {"failing": FAILING, "not_exported": NOT_EXPORTED}
 
 _COLUMNS: dict[str, Any] = {
     "name": Device.sort_name,
@@ -68,6 +77,7 @@ class DeviceQuery:
     # An exact name.
     device: str | None = None
     doing: Doing | None = None
+    only: Only | None = None
     order: Order = "name"
     offset: int = 0
     limit: int | None = None
@@ -95,6 +105,8 @@ class DeviceLists:
                 those.append(Device.name == query.device)
             if query.doing is not None:
                 those.append(doing == query.doing.value)
+            if query.only is not None:
+                those.append(ONLY[query.only])
             total = db.scalar(select(func.count()).select_from(Device).where(*those)) or 0
             alone = alone_accuracy(db, federation)
             column = {**_COLUMNS, "doing": doing, "gain": Device.accuracy - alone}[query.order.removeprefix("-")]
@@ -147,12 +159,16 @@ class DeviceLists:
 
     def _doing(self, federation: Federation) -> ColumnElement[str]:
         now = self._clock()
-        return doing_of(federation, now, now - settings_of(federation).silence_seconds - self._quiet())
+        heard_before = now - settings_of(federation).silence_seconds - self._quiet()
+        # A device that was heard of after the end of its federation has nothing left to do.
+        if federation.status in ENDED:
+            heard_before = min(heard_before, federation.finished_at or 0.0)
+        return doing_of(federation, now, heard_before)
 
 
 def doing_of(federation: Federation, now: float, heard_before: float) -> ColumnElement[str]:
     """Return SQL for each device's ``Doing`` value. heard_before: a device not heard of since is offline."""
-    ended = federation.status in (FederationStatus.finished.value, FederationStatus.stopped.value)
+    ended = federation.status in ENDED
     given = select(Assignment.device_id).where(Assignment.federation_id == federation.id)
     asked = given.where(Assignment.status == "open")
     trained = given.where(Assignment.kind.in_(COHORT_KINDS), Assignment.status == "done")
@@ -162,15 +178,16 @@ def doing_of(federation: Federation, now: float, heard_before: float) -> ColumnE
         Assignment.return_reason.not_in([reason.value for reason in PauseReason]),
     )
     untrained = and_(Device.id.not_in(asked), Device.id.in_(failed), Device.id.not_in(trained))
-    after_the_end = [(untrained, Doing.untrained.value), (Device.id.not_in(asked), Doing.done.value)] if ended else []
     return case(
         (Device.status == "revoked", Doing.revoked.value),
+        (Device.status == "not_joined", Doing.not_joined.value),
         (Device.status == "stopped", Doing.stopped.value),
         (Device.id.in_(asked.where(Assignment.kind.in_((*COHORT_KINDS, *PHASES)))), Doing.training.value),
-        *after_the_end,
+        *([(untrained, Doing.untrained.value)] if ended else []),
         (Device.paused.is_not(None), Doing.paused.value),
         (Device.present.is_(False), Doing.away.value),
         (and_(Device.seen_at < heard_before, Device.hosted.is_(False)), Doing.offline.value),
+        *([(Device.id.not_in(asked), Doing.done.value)] if ended else []),
         (Device.budget < smallest_budget(federation) - SLACK, Doing.small_budget.value),
         (Device.id.in_(asked.where(Assignment.kind.in_(JUDGING_KINDS))), Doing.evaluating.value),
         (Device.rest_until > now, Doing.resting.value),
@@ -212,6 +229,8 @@ def _info(device: Device, doing: Doing, alone: float | None) -> DeviceInfo:
         budget=device.budget,
         limited_by=_word(BudgetLimit, device.limited_by),
         failure=_failure(device.failure),
+        refusals=device.refusals,
+        exported=device.exported,
         accuracy=device.accuracy,
         accuracy_alone=alone,
         gain=None if device.accuracy is None or alone is None else device.accuracy - alone,

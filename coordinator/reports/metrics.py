@@ -38,7 +38,7 @@ from ..storage.tables import Assignment, Device, Federation, Round
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ROUND_SECONDS = (0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 3 * 3600, 12 * 3600, 24 * 3600)
-STATUSES = ("active", "stopped", "revoked")
+STATUSES = ("active", "stopped", "revoked", "not_joined")
 REASONS = (
     "BadContent",
     "DifferentUpdate",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import Counter
 from sqlalchemy import Double, and_, cast, func, or_, select
@@ -25,7 +25,7 @@ from ..rounds.assignments import COHORT_KINDS, JUDGING_KINDS, UNCOUNTED, open_ro
 from ..rounds.candidates import smallest_budget
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation, Round
-from .device_list import DeviceLists
+from .device_list import FAILING, NOT_EXPORTED, DeviceLists
 from .metrics import Metrics
 from .missing_sums import missing_sums
 from .open_work import OpenAssignments
@@ -99,9 +99,9 @@ class Overviews:
             first = None if since is None else _start(since - LOOK_BACK, span)
             whole = 2 * 4 * self._models.manifest(federation).shared_values
             doing = self._devices.count_doing(db, federation)
+            totals = _totals(db, federation)
             evaluating, since_round = _evaluations(db, federation)
             rows = _rows(db, federation, first)
-            failures = () if info.status in ENDED else tuple(_failures(db, federation))
             sums = tuple(missing_sums(db, federation))
             evaluated = [row for row in rows if not since_round or row["number"] < since_round]
             return Overview(
@@ -114,12 +114,14 @@ class Overviews:
                 began_at=_began(db, federation),
                 ends_at=_ends(info, rows, now),
                 **_metrics(db, federation),
-                everything_bytes=federation.published_bytes + _moved(db, federation),
+                everything_bytes=federation.published_bytes + totals.moved,
                 evaluating=evaluating,
                 evaluating_since=since_round,
                 doing={each: count for each, (count, _) in doing.items()},
                 smallest_budget=smallest_budget(federation),
-                notices=(*failures, *sums, *self._notices(info, doing, evaluated)),
+                failing=totals.failing,
+                not_exported=totals.not_exported,
+                notices=(*_failures(db, federation), *sums, *self._notices(info, doing, evaluated)),
             )
 
     def _notices(
@@ -147,10 +149,7 @@ class Overviews:
             )
         if info.warning:
             yield Notice(kind="method", text=info.warning)
-        for reason, count in _counted(self._metrics.refused, info.name):
-            text = f"Updates refused since the coordinator's start: {count} ({reason})"
-            yield Notice(kind="refused", text=text, remedy="The coordinator's log has the devices.")
-        for _, count in _counted(self._metrics.left_out, info.name):
+        if (count := _counted(self._metrics.left_out, info.name)) > 0:
             text = f"Updates left out of the model since the coordinator's start: {count}"
             remedy = "Each round's record (left_out) has devices and reasons; revoke devices that you do not trust."
             yield Notice(kind="left_out", text=text, remedy=remedy)
@@ -261,26 +260,28 @@ def _open_round(db: Session, federation: Federation, assignments: OpenAssignment
 
 
 def _failures(db: Session, federation: Federation) -> Iterable[Notice]:
-    """Yield notices of failed devices, most recently seen first."""
+    """Yield notices of failing devices, most recently seen first."""
     reason = Device.failure["reason"].as_string()
     at = Device.failure["at"].as_float()
     rows = db.execute(
-        select(Device.name, reason, at, func.count().over())
-        .where(Device.federation_id == federation.id, Device.status != "revoked", Device.failure.is_not(None))
+        select(Device.name, Device.status, reason, at, func.count().over())
+        .where(Device.federation_id == federation.id, FAILING)
         .order_by(Device.seen_at.desc(), Device.name)
         .limit(MOST_FAILURES)
     ).all()
-    for name, why, since, _ in rows:
+    for name, status, why, since, _ in rows:
         cause, remedy = _explained(why or "")
-        yield Notice(kind="failed", text=f"{name}: {cause}", since=since and iso(since), remedy=remedy)
-    if rows and (more := rows[0][3] - len(rows)) > 0:
-        yield Notice(kind="failed", text=f"Other devices whose last work failed: {more}")
+        text = f"{name} could not join: {cause}" if status == "not_joined" else f"{name}: {cause}"
+        yield Notice(kind="failed", text=text, since=since and iso(since), remedy=remedy)
+    if rows and (more := rows[0][4] - len(rows)) > 0:
+        yield Notice(kind="failed", text=f"Other devices whose work fails: {more}")
 
 
 _REMEDIES = {
     "out of memory": "Give it a smaller budget (sparrow join --budget) or smaller batches (batch_size).",
     "missed the deadline": "Give it more time (deadline_seconds), a smaller budget or fewer local_epochs.",
-    "fell silent": "Check its power and network.",
+    "silent": "Check its power and network.",
+    "refused": "Compare its version of Sparrow with the coordinator's, and see its own log.",
 }
 
 
@@ -316,10 +317,20 @@ def _evaluations(db: Session, federation: Federation) -> tuple[int, int | None]:
     return count, oldest
 
 
-def _moved(db: Session, federation: Federation) -> int:
+class _Totals(NamedTuple):
+    """Sums over devices. moved: bytes of all their calls."""
+
+    moved: int
+    failing: int
+    not_exported: int
+
+
+def _totals(db: Session, federation: Federation) -> _Totals:
     # Sums of values from devices could overflow an integer.
     each = cast(Device.bytes_down + Device.bytes_up, Double)
-    return int(db.scalar(select(func.coalesce(func.sum(each), 0.0)).where(Device.federation_id == federation.id)) or 0)
+    sums = (func.coalesce(func.sum(each), 0.0), *(func.count().filter(those) for those in (FAILING, NOT_EXPORTED)))
+    moved, failing, not_exported = db.execute(select(*sums).where(Device.federation_id == federation.id)).one()
+    return _Totals(int(moved), failing, not_exported)
 
 
 def _lines(db: Session) -> tuple[FederationLine, ...]:
@@ -330,8 +341,8 @@ def _lines(db: Session) -> tuple[FederationLine, ...]:
     return tuple(FederationLine.model_validate(dict(row)) for row in db.execute(newest).mappings())
 
 
-def _counted(counter: Counter, federation: str) -> list[tuple[str, int]]:
-    """Return this process's counts of a federation, with the counter's label ``reason``."""
+def _counted(counter: Counter, federation: str) -> int:
+    """Return this process's count of a federation."""
     samples = next(iter(counter.collect())).samples
     mine = [each for each in samples if each.name.endswith("_total") and each.labels["federation"] == federation]
-    return [(each.labels.get("reason", ""), int(each.value)) for each in mine if each.value]
+    return int(sum(each.value for each in mine))

@@ -4,8 +4,8 @@ An update is decoded once. Sums take the decoded values from memory (``intake.De
 cached, otherwise from the disk.
 
 A device with ``MOST_REFUSALS`` refused updates in a row loses its assignment and rests: its rounds would wait for it,
-and each body costs the coordinator a check. After the rest, one refusal suffices for the next. An accepted update
-resets the count.
+and each body costs the coordinator a check. After the rest, one refusal suffices for the next. Each refusal is the
+device's failure; accepted work that ends the failure (``failing``) resets the count.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ..errors import (
     BadContent,
     DifferentUpdate,
     NotFound,
+    RequestError,
     RoundClosed,
     TooLarge,
     WrongMediaType,
@@ -46,8 +47,6 @@ from .assignments import (
     BUNDLE_KINDS,
     COHORT_KINDS,
     JUDGING_KINDS,
-    MOST_REFUSALS,
-    note_failure,
     owned,
     touch,
     update_key,
@@ -56,10 +55,14 @@ from .assignments import (
 from .buffered import number_arrival
 from .checking import check_form, check_mask, check_parts, check_values
 from .cleanup import drop_unneeded
+from .failing import MOST_REFUSALS, note_failure, recovers
 from .intake import DecodedUpdates
 from .secure_answers import ANSWERS, check_answer, check_statement_of
 
 log = logging.getLogger(__name__)
+
+WRONG = (BadContent, TooLarge, WrongMediaType)
+"""Refusals that are the device's failures."""
 
 JSON_TYPE = "application/json"
 LARGEST_RECEIPT = 64 * 1024
@@ -181,8 +184,8 @@ class Acceptance:
         for index, sent in enumerate(updates):
             try:
                 found = self._check(sent)
-            except BadContent as error:
-                outcomes[index] = self._refused(sent, error)
+            except WRONG as error:
+                outcomes[index] = self.count_refusal(sent.assignment_id, sent.device_id, error)
             except Exception as error:
                 outcomes[index] = error
             else:
@@ -199,20 +202,22 @@ class Acceptance:
                 drop_unneeded(self._store, each.federation_id, each.keys)
         return outcomes
 
-    def _refused(self, sent: Sent, error: BadContent) -> BadContent:
-        """Count a refusal; after ``MOST_REFUSALS`` in a row, let the device rest. Return the caller's error."""
+    def count_refusal(self, assignment_id: str, device_id: str, error: RequestError) -> RequestError:
+        """Record a refusal; after ``MOST_REFUSALS`` in a row, let the device rest. Return the caller's error."""
         with self._store.writing() as db:
-            assignment, device, federation = owned(db, sent.assignment_id, sent.device_id)
+            assignment, device, federation = owned(db, assignment_id, device_id)
             if assignment.status != "open":
                 return error
             device.refusals += 1
-            if device.refusals < MOST_REFUSALS:
-                return error
             now = self._clock()
+            if device.refusals < MOST_REFUSALS:
+                note_failure(db, device, assignment, f"its update was refused: {error}", now)
+                return error
             rest = f"it gets no work for {REST_MINUTES} minutes"
+            why = f"{device.refusals} updates in a row were refused; {rest}: {error}"
             assignment.status = "returned"
             assignment.return_reason = "update-refused"
-            note_failure(db, device, assignment, f"{device.refusals} updates in a row were refused; {rest}", now)
+            note_failure(db, device, assignment, why, now)
             device.rest_until = now + 60 * REST_MINUTES
             touch(db, federation.id, assignment.round)
             name = device.name
@@ -226,7 +231,7 @@ class Acceptance:
             error,
             extra={"round": assignment.round},
         )
-        return BadContent(
+        return type(error)(
             f"{error}; {refusals} updates in a row were refused, so this device gets no work for {REST_MINUTES} minutes"
         )
 
@@ -387,10 +392,10 @@ def _changes_of(federation: Federation, device: Device, assignment: Assignment, 
     changed: dict[str, Any] = {}
     if not device.holds_model and _leaves_model(federation, assignment):
         changed["holds_model"] = True
-    if device.failure is not None and _mends(assignment, device.failure):
-        changed["failure"] = None
-    if device.refusals:
-        changed["refusals"] = 0
+    if recovers(device, assignment.kind):
+        changed |= {"failure": None, "refusals": 0}
+    if device.exported and assignment.kind in COHORT_KINDS:
+        changed["exported"] = False
     if isinstance(report, wire.UpdateReport):
         changed["seconds"] = report.telemetry.download.seconds + report.telemetry.train.seconds
         if report.status == "stopped":
@@ -411,11 +416,6 @@ def _events_of(changed: Mapping[str, Any]) -> Iterable[EventKind]:
         yield EventKind.recovered
     if changed.get("status") == "stopped":
         yield EventKind.stopped
-
-
-def _mends(assignment: Assignment, failure: dict[str, Any]) -> bool:
-    """Return whether accepted work ends a device's failure: a failure in training lasts until it has trained."""
-    return assignment.kind in COHORT_KINDS or failure.get("kind") not in COHORT_KINDS
 
 
 def _leaves_model(federation: Federation, assignment: Assignment) -> bool:

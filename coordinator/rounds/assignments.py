@@ -13,13 +13,11 @@ from typing import NamedTuple
 from sqlalchemy import and_, bindparam, select, update
 from sqlalchemy.orm import Session
 
-from sparrow.protocol.events import EventKind
 from sparrow.protocol.messages import JUDGING, Kind
 
 from ..errors import FederationDeleted, NotAllowed, NotFound
 from ..methods import load_method
 from ..models.global_models import settings_of
-from ..storage import events
 from ..storage.tables import Assignment, Device, Federation, Round
 
 COHORT_KINDS = (Kind.train.value, Kind.personalise.value, Kind.prepare.value)
@@ -79,28 +77,6 @@ def owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, 
     if device.id != device_id:
         raise NotAllowed("this assignment belongs to another device; ask for your own")
     return assignment, device, federation
-
-
-MOST_REFUSALS = 3
-"""Refused updates in a row after which a device rests."""
-
-
-def rests(device: Device, now: float) -> bool:
-    """Return whether a device rests after refused updates."""
-    return device.refusals >= MOST_REFUSALS and device.rest_until > now
-
-
-def note_failure(db: Session, device: Device, assignment: Assignment | None, reason: str, now: float) -> None:
-    """Record the reason of a device's failed work, for operators."""
-    # A failure that lasts is one event.
-    if device.failure is None or device.failure["reason"] != reason:
-        events.record(db, device.federation_id, EventKind.failed, now, device=device.name, detail=reason)
-    device.failure = {
-        "reason": reason,
-        "round": assignment.round if assignment is not None else None,
-        "kind": assignment.kind if assignment is not None else None,
-        "at": now,
-    }
 
 
 def oldest_open(db: Session, device_id: str) -> tuple[Device, Federation, Assignment | None]:

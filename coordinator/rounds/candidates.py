@@ -31,6 +31,9 @@ ROUNDS_LOOKED_AT = 500
 FEWEST_COUNTS = 3
 """Reported sample counts that a cohort needs for a median of its own."""
 
+ENROLLED = ("active", "stopped")
+"""Statuses of devices that take part."""
+
 # A federation may have many devices: select columns, not whole records, and build the statements once.
 _EXAMPLES = (
     select(Device.num_examples, func.count())
@@ -61,7 +64,7 @@ _ABLE = select(Device.id, Device.name, Device.budget, Device.holds_model, Device
 )
 _STATUSES = (
     select(Device.status, Device.budget, func.count())
-    .where(Device.federation_id == bindparam("federation_id"), Device.status != "revoked")
+    .where(Device.federation_id == bindparam("federation_id"), Device.status.in_(ENROLLED))
     .group_by(Device.status, Device.budget)
 )
 
@@ -150,7 +153,7 @@ def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: 
     settings = settings_of(federation)
     secret = federation.secret
     if settings.noise_multiplier is not None:
-        enrolled = len(devices_of(db, federation, ("active", "stopped")))
+        enrolled = len(devices_of(db, federation, ENROLLED))
         names = [device.name for device in active]
         return choose_each(names, min(1.0, size / enrolled), secret=secret, round_number=number)
     last: dict[str, int] = {}

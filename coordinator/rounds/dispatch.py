@@ -22,8 +22,9 @@ from ..models.payloads import Packed
 from ..storage import events
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation
-from .assignments import assign, missed_work, note_failure, oldest_open, owned, rests, touch
+from .assignments import assign, missed_work, oldest_open, owned, touch
 from .candidates import able, most_examples, reaches, situation_of, smallest_budget
+from .failing import note_failure, rests
 from .secure_answers import ANSWERS, secure_work
 from .skew import adjustment
 
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 REST_SECONDS = 60.0
 """Time for which a device that returned work is not drawn: the cause (heat, load, a diverging loss) takes time to pass,
 and a single device would otherwise return one round after another."""
+
+REFUSED = "update-refused"
+"""The reason with which the SDK returns work after a refused update."""
 
 FEW = 20
 """Number of waiting devices up to which each is looked up by itself."""
@@ -178,7 +182,9 @@ class Dispatch:
                 device.paused = text
                 events.record(db, federation.id, EventKind.paused, self._clock(), device=device.name, detail=text)
             else:
-                note_failure(db, device, assignment, text, self._clock())
+                # This coordinator has recorded why it refused the update.
+                if not (text == REFUSED and device.refusals):
+                    note_failure(db, device, assignment, text, self._clock())
                 device.rest_until = self._clock() + REST_SECONDS
             touch(db, federation.id, assignment.round)
             log.info(

@@ -27,8 +27,9 @@ from ..methods import load_method, sends_values
 from ..models.global_models import settings_of
 from ..storage.tables import Assignment, Device, Federation, Round
 from ..sums.private import noisy_means
-from .assignments import assign, rests
-from .candidates import devices_of, why_over
+from .assignments import assign
+from .candidates import ENROLLED, devices_of, why_over
+from .failing import rests
 from .skew import adjustment
 
 
@@ -42,7 +43,7 @@ def ask_for_evaluation(
     """
     method = load_method(federation.method)
     settings = settings_of(federation)
-    there = devices_of(db, federation, ("active", "stopped"))
+    there = devices_of(db, federation, ENROLLED)
     present = sorted((each for each in there if each.present and not rests(each, now)), key=_name)
     mixes = last and method.mixes_global and settings.keeps_best
     kind, plan = _work(db, federation, settings, mixes=mixes)

@@ -13,7 +13,8 @@ from sparrow.protocol.messages import Kind
 from ..models.global_models import settings_of
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation, Round
-from .assignments import COHORT_KINDS, JUDGING_KINDS, note_failure, touch
+from .assignments import COHORT_KINDS, JUDGING_KINDS, touch
+from .failing import note_failure
 from .last_seen import LastSeen
 from .secure_state import PHASES
 

@@ -52,10 +52,14 @@ class LastSeen:
 
     def write(self) -> None:
         """Write the times, at most every ``WRITE_SECONDS``. Raises Unavailable."""
-        now = self._clock()
-        if not self._at or now - self._written_at < WRITE_SECONDS:
+        if self._clock() - self._written_at >= WRITE_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the times now. Raises Unavailable."""
+        if not self._at:
             return
-        self._written_at = now
+        self._written_at = self._clock()
         with self._lock:
             written = dict(self._at)
         with self._store.writing() as db:

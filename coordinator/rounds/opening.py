@@ -30,7 +30,16 @@ from .assignments import (
     open_round,
 )
 from .buffered import goes_on, working
-from .candidates import chosen_ratios, draw, drawable, fewest_devices, most_examples, situation_of, why_over
+from .candidates import (
+    ENROLLED,
+    chosen_ratios,
+    draw,
+    drawable,
+    fewest_devices,
+    most_examples,
+    situation_of,
+    why_over,
+)
 from .evaluations import ask_for_evaluation
 from .secure import SecureRounds
 from .skew import adjustment
@@ -65,7 +74,7 @@ class Opening:
         with self._store.moving() as db:
             federation = db.get_one(Federation, federation_id)
             enrolled = db.scalar(
-                select(func.count()).where(Device.federation_id == federation_id, Device.status != "revoked")
+                select(func.count()).where(Device.federation_id == federation_id, Device.status.in_(ENROLLED))
             )
             if federation.status != "waiting" or (enrolled or 0) < settings_of(federation).min_devices:
                 return False

@@ -133,7 +133,8 @@ class Device(Base):
     budget: Mapped[float]
     # Limit of its budget.
     limited_by: Mapped[str | None] = mapped_column(String(16))
-    status: Mapped[str] = mapped_column(String(16))  # active, stopped, revoked
+    # active, stopped, revoked, not_joined
+    status: Mapped[str] = mapped_column(String(16))
     stopped_round: Mapped[int | None]
     # False after a missed deadline, silence or leaving, until the device asks again; it is not drawn then.
     present: Mapped[bool] = mapped_column(default=True)
@@ -145,8 +146,10 @@ class Device(Base):
     refusals: Mapped[int] = mapped_column(default=0, server_default="0")
     # Revoked, and no longer listed or counted.
     removed: Mapped[bool] = mapped_column(default=False, server_default=false())
-    # Reason of its last failed work (``messages.DeviceFailure``), until an update is accepted.
+    # Reason of its failure, until it is over (``rounds.failing``), or why it cannot join (``messages.DeviceFailure``).
     failure: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    # Whether it has exported its model, and not trained since.
+    exported: Mapped[bool] = mapped_column(default=False, server_default=false())
     # Last reported accuracy of its personal or else the global model.
     accuracy: Mapped[float | None]
     # Accuracy, reported together with that, of its model trained only on its own data.

@@ -15,6 +15,7 @@ from functools import partial
 from typing import ClassVar
 
 from sparrow.command_line.exits import Exit
+from sparrow.protocol.failures import Failure
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import BudgetLimit, FederationInfo
 from sparrow.protocol.settings import FederationSettings
@@ -55,6 +56,7 @@ class DoesNotFit(BadArgument):
     """The device has too little memory to train at its budget."""
 
     exit_code: ClassVar[Exit] = Exit.CANNOT
+    failure = Failure("no-memory")
 
 
 @dataclass(frozen=True)

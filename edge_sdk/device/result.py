@@ -56,7 +56,9 @@ class Result:
     interrupted: bool = False
     # Number of failed rounds.
     failures: int = 0
-    # Reason of the last failure.
+    # Number of rounds whose update the coordinator refused.
+    refused: int = 0
+    # Reason of the last failure or refusal.
     failure: str | None = None
     # Privacy loss of all sent updates (``device.local_noise``); None without local noise.
     local_epsilon: float | None = None
@@ -74,6 +76,11 @@ class Result:
     def trained_nothing(self) -> bool:
         """Whether training failed in all of this device's rounds."""
         return self.failures > 0 and not self.rounds
+
+    @property
+    def nothing_accepted(self) -> bool:
+        """Whether the coordinator refused all of this device's updates."""
+        return self.refused > 0 and self.refused >= self.rounds
 
 
 def result_of(
@@ -107,6 +114,7 @@ def result_before(progress: Progress, name: str, budget: float, noise: LocalNois
         taken=progress.best.taken if progress.best else "",
         adapted=progress.adapted,
         failures=progress.failures,
+        refused=progress.refused,
         failure=progress.failure,
         local_epsilon=None if noise is None else epsilon(progress.updates),
         accuracy_before=progress.accuracy_before,
@@ -128,6 +136,11 @@ def _warnings(progress: Progress, *, tuned: bool = False) -> Iterator[str]:
         yield (
             f"warning: this device has trained nothing: {failed(progress.failures)}; the last error: "
             f"{progress.failure}. Its model is the global one, {'fine-tuned on its data' if tuned else 'as received'}"
+        )
+    if progress.refused:
+        yield (
+            f"warning: the coordinator refused {progress.refused} of this device's {progress.rounds} updates; the last "
+            f"failure: {progress.failure}"
         )
     yield from _of_new_data(progress)
     if progress.best is None:
@@ -172,6 +185,12 @@ def failed(rounds: int) -> str:
     return "its only round failed" if rounds == 1 else f"all of its {rounds} rounds failed"
 
 
+def refused(result: Result) -> str:
+    """Return a text with the number of refused updates."""
+    count = f"all of its {result.rounds}" if result.nothing_accepted else f"{result.refused} of {result.rounds}"
+    return "its only update was refused" if result.rounds == 1 else f"{count} updates were refused"
+
+
 def _worse(found: Evaluation, than: Evaluation) -> bool:
     return than.loss < found.loss and (than.accuracy or 0.0) >= (found.accuracy or 0.0)
 
@@ -210,6 +229,7 @@ def report(result: Result, energy: str) -> str:
         + (f", stopped early in round {result.stopped_round}" if result.stopped_round else "")
         + _kept(result)
         + (f", trained nothing: {failed(result.failures)}" if result.trained_nothing else "")
+        + (f", {refused(result)}" if result.refused else "")
         + (", adapted the finished global model" if result.adapted and not result.trained_nothing else ""),
         *_accuracy_lines(result),
         *(f"  {name + ', held-out data':<27}{value:.4g} after" for name, value in result.metrics.items()),
@@ -305,5 +325,10 @@ def _cost(totals: Totals) -> str:
 def as_json(result: Result, energy: str) -> str:
     """Return the result as JSON: seconds, bytes, joules, and shares of samples."""
     totals = {name: getattr(result, name).model_dump() for name in ("training", "evaluation", "everything")}
-    more = {"trained_nothing": result.trained_nothing, "gain": result.gain, "energy_source": energy}
+    more = {
+        "trained_nothing": result.trained_nothing,
+        "nothing_accepted": result.nothing_accepted,
+        "gain": result.gain,
+        "energy_source": energy,
+    }
     return json.dumps({**asdict(result), **totals, **more}, default=str)

@@ -178,7 +178,9 @@ class Progress(BaseModel):
     updates: dict[float, int] = Field(default_factory=dict)
     # Number of failed rounds.
     failures: int = 0
-    # Reason of the last failure.
+    # Number of rounds whose update the coordinator refused.
+    refused: int = 0
+    # Reason of the last failure or refusal.
     failure: str | None = None
     # Set if the validation data changed.
     new_data: NewData | None = None
@@ -199,6 +201,11 @@ class Progress(BaseModel):
     everything: Moved = Moved()
     pending: Pending | None = None
     upload_cost: UploadCost | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the coordinator has accepted an update, or may still accept one."""
+        return self.rounds > self.refused
 
 
 class FolderLock:

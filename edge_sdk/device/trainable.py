@@ -12,6 +12,7 @@ import sysconfig
 
 from sparrow.command_line.exits import Exit
 from sparrow.protocol.errors import SdkError
+from sparrow.protocol.failures import Failure
 
 INSTALL = {
     "onnxruntime": "pip install 'sparrow-fl[device]' installs it",
@@ -29,6 +30,7 @@ class CannotTrain(SdkError):
     """This device cannot train."""
 
     exit_code = Exit.CANNOT
+    failure = Failure("cannot-train")
 
 
 def check(

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from sparrow.protocol.manifest import Array
 from sparrow.reading import Decoded, ReadOptions, read_file
 from sparrow.reading.archives import opened
-from sparrow.reading.errors import BadOption, DataError, NoData
+from sparrow.reading.errors import VALUES, BadOption, DataError, NoData
 from sparrow.reading.roles import PEOPLE
 
 from .datasets import Dataset
@@ -470,7 +470,9 @@ def _values(array: Array, source: str, wanted: SampleFormat) -> Array:
         with np.errstate(over="ignore"):
             values = array.astype(np.float16)
         if not np.isfinite(values).all():
-            raise DataError(f"{source}: a value is not finite, or too large for float16; remove such samples")
+            raise DataError(
+                f"{source}: a value is not finite, or too large for float16; remove such samples", failure=VALUES
+            )
         return values
     if array.dtype != np.uint8 and not np.array_equal(array, np.clip(np.floor(array), 0, 255)):
         raise DataError(

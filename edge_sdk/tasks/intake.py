@@ -23,9 +23,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sparrow.protocol.failures import Failure
 from sparrow.protocol.manifest import Array, Manifest
 from sparrow.protocol.preparation import Preparation
 from sparrow.reading import Decoded
+from sparrow.reading.errors import VALUES, DataError
 
 from ..errors import BadArgument
 from . import Batches, Task
@@ -185,8 +187,8 @@ class _Loader:
             return self._take_list(list(self._reading(iterator)))
         return self._take_loader(batches)
 
-    def wrong(self, text: str, where: str = "") -> BadArgument:
-        return BadArgument(f"the task's {self._name} data{where}: {text}")
+    def wrong(self, text: str, where: str = "", failure: Failure = DataError.failure) -> BadArgument:
+        return BadArgument(f"the task's {self._name} data{where}: {text}", failure=failure)
 
     def _check_kind(self, batches: Any) -> None:
         if isinstance(batches, Mapping):
@@ -404,6 +406,7 @@ class _Loader:
                 f"a value of the {part} is NaN or infinite in sample {sample}, counted from 0; replace such values, or "
                 f"leave such samples out",
                 where,
+                VALUES,
             )
 
     def _labels(self, targets: Array, where: str) -> Array:

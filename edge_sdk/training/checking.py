@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
+from sparrow.protocol.failures import Failure
 from sparrow.protocol.manifest import Manifest
+from sparrow.reading.errors import VALUES, DataError
 
 from ..errors import BadArgument
 from ..publishing.modes import begin_training, buffers_kept, evaluating
@@ -107,7 +109,8 @@ class _Check:
         every_inputs, every_target = _everything(self.loader) or (inputs, targets)
         for what, values in (("input", every_inputs), ("target", every_target)):
             if not _finite(values):
-                raise self._wrong(f"a value of the {what}s is NaN or infinite; replace or leave out such samples")
+                text = f"a value of the {what}s is NaN or infinite; replace or leave out such samples"
+                raise self._wrong(text, VALUES)
         inputs, targets = (tensor[:SAMPLES].to(device_of(self.task.model)) for tensor in (inputs, targets))
         outputs = self._outputs(inputs)
         self._check_outputs(outputs, inputs)
@@ -118,8 +121,8 @@ class _Check:
         if self.name == "train":
             self._check_training(inputs, targets)
 
-    def _wrong(self, text: str) -> BadArgument:
-        return BadArgument(f"the task's {self.name} data: {text}")
+    def _wrong(self, text: str, failure: Failure = DataError.failure) -> BadArgument:
+        return BadArgument(f"the task's {self.name} data: {text}", failure=failure)
 
     # --- the loader ----------------------------------------------------------------------------------------------
 

@@ -132,9 +132,13 @@ FAILURES = {
     ),
     "no-space": Explanation("its disk is full", "free some space on it"),
     "data-unusable": Explanation("its data cannot be used", "read the reason in its log"),
-    "update-refused": Explanation(
-        "the coordinator refused its update", "read the reason in the log of the coordinator or the device"
+    "data-unusable/values": Explanation(
+        "its data have values that are NaN or infinite", "replace or leave out such samples on the device"
     ),
+    "cannot-train": Explanation(
+        "a package that it needs to train is missing or does not load", "read the name of the package in its log"
+    ),
+    "update-refused": Explanation("the coordinator refused its update", "read the reason in its log"),
     "coordinator-fault": Explanation(
         "the coordinator refused one of its calls", "read the call and the reason in its log"
     ),

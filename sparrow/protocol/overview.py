@@ -78,7 +78,7 @@ class FederationLine(Answer):
 class Notice(Answer):
     """A notice for an operator."""
 
-    kind: Literal["method", "refused", "left_out", "lost", "failed", "offline", "personal", "no_sum"]
+    kind: Literal["method", "left_out", "lost", "failed", "offline", "personal", "no_sum"]
     text: str
     since: str | None = Field(default=None, description="Time of its start, if known")
     remedy: str | None = Field(default=None, description="Remedy")
@@ -108,6 +108,8 @@ class Overview(Answer):
     evaluating_since: int | None = Field(description="Round of the oldest open evaluation")
     doing: dict[Doing, int] = Field(description="Number of devices by activity")
     smallest_budget: float = Field(description="Budget below which a device is not drawn")
+    failing: int = Field(description="Number of devices whose work fails or that could not join")
+    not_exported: int = Field(description="Number of devices that have not exported their personal model")
     notices: tuple[Notice, ...]
     enrolment_guarded: bool = Field(default=False, description="Whether a device needs an enrolment token to join")
     may_change: bool = Field(default=False, description="Whether the caller may change the federation")

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ..protocol.preparation import Preparation, RawType, Targets
 from .axes import axes_of
-from .errors import DataError
+from .errors import VALUES, DataError
 from .labels import Decided, Labels, Question, decide
 from .options import ReadOptions, Wanted
 from .roles import RUN, folded, is_person
@@ -214,7 +214,8 @@ def _not_finite(called: str, inputs: Array, options: ReadOptions) -> NDArray[np.
     fault = "an infinite value" if infinite.any() else "a missing value (NaN)"
     mean = "" if infinite.any() else ", missing=mean replaces them by the mean"
     raise DataError(
-        f"{called} has {fault} in {plural(int(refused.sum()), 'sample')}: {places}; missing=drop leaves them out{mean}"
+        f"{called} has {fault} in {plural(int(refused.sum()), 'sample')}: {places}; missing=drop leaves them out{mean}",
+        failure=VALUES,
     )
 
 

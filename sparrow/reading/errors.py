@@ -4,6 +4,9 @@ from ..command_line.exits import Exit
 from ..protocol.errors import SdkError
 from ..protocol.failures import Failure
 
+VALUES = Failure("data-unusable/values")
+"""The failure of data with values that are NaN or infinite."""
+
 
 class DataError(SdkError):
     """Raised if the user's data cannot be used; the text names the fault and a remedy."""

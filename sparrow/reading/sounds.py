@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..protocol.errors import MissingPart
 from ..protocol.preparation import Preparation
 from .decoded import Decoded, fingerprint
-from .errors import BadOption, DataError
+from .errors import VALUES, BadOption, DataError
 from .looking import look_at_each
 from .options import ReadOptions
 from .samples import plural, some
@@ -267,7 +267,9 @@ def _look(path: Path, *, whole: bool) -> _Sound:
             _check_length(path, promised / rate, False)
         while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
             if not np.isfinite(block).all():
-                raise DataError(f"{path}: has samples that are infinite or not a number; write it again")
+                raise DataError(
+                    f"{path}: has samples that are infinite or not a number; write it again", failure=VALUES
+                )
             frames += len(block)
             loudest = max(loudest, float(np.abs(block).max()))
             silent = silent and not block.any()

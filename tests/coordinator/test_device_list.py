@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sparrow.coordinator.errors import BadContent, NotFound
+from sparrow.coordinator.errors import BadContent, Finished, NameTaken, NotAuthenticated, NotFound
 from sparrow.coordinator.reports.device_list import DeviceLists, DeviceQuery
 from sparrow.coordinator.storage.tables import Device
 from sparrow.protocol.failures import FAILURES
-from sparrow.protocol.messages import ChangeDevice, Conditions, Doing, Evaluation, Receipt
+from sparrow.protocol.messages import ChangeDevice, Conditions, Doing, Enrol, Evaluation, PauseReason, Receipt
 
 OOM = "RuntimeError: CUDA out of memory"
 
@@ -53,7 +53,8 @@ def test_a_device_that_was_refused_rests_and_the_list_says_why(begin):
             one.send(assignment, b"not an update")
     found = of(lists, "a")
     assert found.doing is Doing.resting
-    assert found.failure.reason == "3 updates in a row were refused; it gets no work for 10 minutes"
+    assert found.refusals == 3
+    assert found.failure.reason.startswith("3 updates in a row were refused; it gets no work for 10 minutes")
 
 
 def test_why_a_device_left_is_told_with_work_and_without(begin):
@@ -186,3 +187,210 @@ def test_training_alone_is_the_devices_own_or_that_of_the_federation_local(begin
     assert [each.name for each in lists.list("f", DeviceQuery(order="-gain"))[0]] == ["a", "b"]
     assert lists.history(two.id, 1).device.gain == pytest.approx(-0.2)
     assert lists.list("by-itself")[0][0].gain is None
+
+
+# --- a failure lasts until it is over ---------------------------------------------------------------------------------
+
+
+def given(coordinator, answer, kind, device, other):
+    """Let both work until the device is given work of this kind."""
+    for _ in range(10):
+        coordinator.rounds.advance()
+        assignment = device.ask()
+        if assignment is not None and assignment.kind == kind:
+            return assignment
+        if assignment is not None:
+            answer(device)
+        answer(other)
+        # Longer than a device rests.
+        coordinator.clock.pass_seconds(70)
+    raise AssertionError(f"no {kind} in ten rounds")
+
+
+@pytest.mark.parametrize("how", ["refused", "handed back", "late"])
+def test_only_an_accepted_update_ends_a_failure_of_training(begin, answer, how):
+    coordinator, (one, other), lists = begin(global_evaluation_interval=1, rounds=9)
+    assignment = given(coordinator, answer, "train", one, other)
+    answer(other)
+    if how == "refused":
+        with pytest.raises(BadContent):
+            one.send(assignment, b"not an update")
+        one.hand_back(assignment, "update-refused")
+    elif how == "handed back":
+        one.hand_back(assignment, "training-diverged/loss")
+    else:
+        coordinator.clock.pass_seconds(101)
+        coordinator.rounds.advance()
+    before = of(lists, "a").failure
+    assert before.kind == "train"
+    assert ("refused: " in before.reason) == (how == "refused")
+    given(coordinator, answer, "evaluate", one, other)
+    answer(one)
+    assert of(lists, "a").failure == before
+    given(coordinator, answer, "train", one, other)
+    answer(one)
+    found = of(lists, "a")
+    assert (found.failure, found.refusals) == (None, 0)
+
+
+def test_only_an_accepted_evaluation_ends_a_failure_of_one(begin, answer):
+    coordinator, (one, other), lists = begin(global_evaluation_interval=1, rounds=9)
+    one.hand_back(given(coordinator, answer, "evaluate", one, other), "program-error/TypeError")
+    before = of(lists, "a").failure
+    given(coordinator, answer, "train", one, other)
+    answer(one)
+    assert of(lists, "a").failure == before
+    given(coordinator, answer, "evaluate", one, other)
+    answer(one)
+    assert of(lists, "a").failure is None
+
+
+def test_updates_refused_in_a_row_are_counted_over_rounds_with_evaluations(begin, answer):
+    coordinator, (one, other), lists = begin(global_evaluation_interval=1, rounds=9)
+    for count in (1, 2, 3):
+        assignment = given(coordinator, answer, "train", one, other)
+        with pytest.raises(BadContent):
+            one.send(assignment, b"not an update")
+        assert of(lists, "a").refusals == count
+        if count < 3:
+            one.hand_back(assignment, "update-refused")
+            given(coordinator, answer, "evaluate", one, other)
+            answer(one)
+    coordinator.last_seen.write()
+    assert of(lists, "a").doing is Doing.resting
+    assert coordinator.overviews.look("f").failing == 1
+
+
+def test_a_lesser_failure_does_not_hide_a_worse_one_and_the_first_one_has_the_time(begin, answer):
+    coordinator, (one, other), lists = begin(global_evaluation_interval=1, rounds=9)
+    one.hand_back(given(coordinator, answer, "train", one, other), "training-diverged/loss")
+    first = of(lists, "a").failure
+    one.hand_back(given(coordinator, answer, "evaluate", one, other), "no-memory")
+    assert of(lists, "a").failure == first
+    stopped = Conditions(available=False, reason="interrupted/user")
+    coordinator.devices.change(one.id, ChangeDevice(conditions=stopped))
+    assert of(lists, "a").failure == first
+    coordinator.clock.pass_seconds(70)
+    failed = Conditions(available=False, reason="program-error/TypeError")
+    coordinator.devices.change(one.id, ChangeDevice(conditions=failed))
+    found = of(lists, "a").failure
+    assert (found.kind, found.at) == (None, first.at)
+    assert found.reason.startswith("its program failed (TypeError)")
+
+
+@pytest.mark.parametrize(("reason", "over"), [("interrupted/user", True), ("program-error/TypeError", False)])
+def test_a_device_that_was_interrupted_has_recovered_with_any_work(begin, answer, reason, over):
+    coordinator, (one, other), lists = begin(global_evaluation_interval=1, rounds=9)
+    coordinator.devices.change(one.id, ChangeDevice(conditions=Conditions(available=False, reason=reason)))
+    assert of(lists, "a").failure is not None
+    coordinator.rounds.advance()
+    answer(other)
+    given(coordinator, answer, "evaluate", one, other)
+    answer(one)
+    assert (of(lists, "a").failure is None) == over
+
+
+# --- devices that could not join --------------------------------------------------------------------------------------
+
+
+def tells(coordinator, name, failure, key="k", **more):
+    request = Enrol(name=name, enrolment_key=name.ljust(32, key), failure=failure, **more)
+    return coordinator.devices.enrol("f", request)
+
+
+def test_a_device_that_could_not_join_is_listed_with_its_reason_and_takes_no_part(begin):
+    coordinator, _, lists = begin(min_devices=3)
+    enrolled = tells(coordinator, "small", "no-memory")
+    found = of(lists, "small")
+    assert (found.status, found.doing, found.present) == ("not_joined", Doing.not_joined, False)
+    assert found.failure.reason == str(FAILURES["no-memory"])
+    with pytest.raises(NotAuthenticated):
+        coordinator.devices.authenticate(enrolled.token)
+    coordinator.rounds.advance()
+    assert (coordinator.info().status, coordinator.info().devices) == ("waiting", 2)
+    overview = coordinator.overviews.look("f")
+    assert f"small could not join: {FAILURES['no-memory'].cause}" in [each.text for each in overview.notices]
+    assert (overview.doing[Doing.not_joined], overview.failing) == (1, 1)
+    assert "small" in lists.states("f", 10).names
+
+
+def test_a_device_that_could_not_join_joins_later_and_its_failure_is_over(begin):
+    coordinator, _, lists = begin(min_devices=3)
+    tells(coordinator, "small", "no-memory")
+    first = of(lists, "small").failure.at
+    coordinator.clock.pass_seconds(100)
+    tells(coordinator, "small", "data-unusable/values")
+    found = of(lists, "small")
+    assert (found.failure.at, found.failure.reason) == (first, str(FAILURES["data-unusable/values"]))
+    enrolled = tells(coordinator, "small", None)
+    assert coordinator.devices.authenticate(enrolled.token).federation == "f"
+    assert (of(lists, "small").doing, of(lists, "small").failure) == (Doing.ready, None)
+    coordinator.rounds.advance()
+    assert coordinator.info().status == "running"
+
+
+def test_the_name_of_a_device_that_could_not_join_stays_free(begin):
+    coordinator, _, lists = begin()
+    tells(coordinator, "small", "no-memory")
+    tells(coordinator, "small", None, key="x")
+    assert (of(lists, "small").status, of(lists, "small").failure) == ("active", None)
+    with pytest.raises(NameTaken):
+        tells(coordinator, "small", None)
+    assert len(lists.list("f")[0]) == 3
+
+
+# --- after the end ----------------------------------------------------------------------------------------------------
+
+
+def test_after_stop_each_device_keeps_its_state_until_it_has_heard_of_the_end(begin, answer):
+    coordinator, devices, lists = begin(min_devices=6, cohort=6)
+    well, dead, hot, failed = [*devices, *coordinator.enrol("hot", "failed")]
+    late, lost = coordinator.enrol("late", "lost")
+    coordinator.rounds.advance()
+    for device in (well, dead, late):
+        answer(device)
+    hot.hand_back(hot.ask(), PauseReason.heat)
+    failed.hand_back(failed.ask(), "training-diverged/loss")
+    lost.ask()
+    coordinator.clock.pass_seconds(101)
+    coordinator.rounds.advance()
+    coordinator.change(action="stop")
+    coordinator.rounds.advance()
+    assert answer(failed).kind == "adapt"
+    for device in (well, failed):
+        with pytest.raises(Finished):
+            device.ask()
+    coordinator.last_seen.write()
+    coordinator.clock.pass_seconds(3600)
+    expected = {
+        "a": Doing.done,
+        "b": Doing.offline,
+        "hot": Doing.paused,
+        "failed": Doing.untrained,
+        "late": Doing.offline,
+        "lost": Doing.away,
+    }
+    assert {each.name: each.doing for each in lists.list("f")[0]} == expected
+    texts = [each.text for each in coordinator.overviews.look("f").notices]
+    assert "lost: it missed the deadline" in texts
+    assert "Offline devices: 2" in texts
+    with pytest.raises(Finished):
+        late.ask()
+    coordinator.clock.pass_seconds(20)
+    coordinator.last_seen.write()
+    assert of(lists, "late").doing is Doing.done
+
+
+def test_who_did_not_export_is_listed(begin, answer, play):
+    coordinator, devices, lists = begin(rounds=1)
+    tells(coordinator, "small", "no-memory")
+    play(coordinator, devices)
+    coordinator.devices.change(devices[0].id, ChangeDevice(exported=True))
+    overview = coordinator.overviews.look("f")
+    found, count = lists.list("f", DeviceQuery(only="not_exported"))
+    assert ([each.name for each in found], count, overview.not_exported) == (["b"], 1, 1)
+    assert of(lists, "a").exported
+    # A model that has been trained on is not exported.
+    coordinator.change(action="reopen", rounds=2)
+    play(coordinator, devices)
+    assert coordinator.overviews.look("f").not_exported == 2

@@ -145,11 +145,9 @@ def test_notices_tell_what_an_operator_should_know(coordinator):
     (device,) = coordinator.enrol("a")
     assert coordinator.overviews.look("f").notices == ()
     coordinator.devices.change(device.id, ChangeDevice(conditions=Conditions(available=False)))
-    coordinator.metrics.refused.labels("f", "BadContent").inc(2)
-    coordinator.metrics.refused.labels("another", "BadContent").inc(5)
     coordinator.metrics.left_out.labels("f").inc(3)
+    coordinator.metrics.left_out.labels("another").inc(5)
     notices = {notice.kind: notice.text for notice in coordinator.overviews.look("f").notices}
-    assert notices["refused"].endswith(": 2 (BadContent)")
     assert notices["left_out"].endswith(": 3")
     assert notices["lost"].endswith("silence or leaving: 1")
 

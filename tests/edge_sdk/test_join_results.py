@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import entry_points
 
 import pytest
@@ -11,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.errors import BadArgument, NothingTrained, Refused
+from edge_sdk.device.result import report
+from edge_sdk.errors import BadArgument, NothingTrained, Refused, SdkError
 from edge_sdk.join import FAILURES, JoinOptions, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task, load_task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.protocol.failures import in_words
 from sparrow.simulation import in_process as inprocess
 from sparrow.simulation.host import Plan
 
@@ -109,10 +113,13 @@ def test_a_device_that_arrives_after_a_failed_federation_reports_it(client, tmp_
         join(inprocess.ADDRESS, exploding(), quiet=True, **where)
 
 
-def test_a_device_whose_updates_are_refused_says_that_it_rests(client, tmp_path, caplog):
+def test_a_device_whose_first_updates_are_all_refused_gives_up_and_says_why(client, tmp_path, caplog):
     settings = {"method": "fedavg", "rounds": 3, "min_devices": 1, "local_steps": 1, "update_norm_limit": 1e-9}
     publish(inprocess.ADDRESS, "default", "digits", client=client, **settings)
-    with caplog.at_level(logging.WARNING, "edge_sdk.device.session"):
+    with (
+        caplog.at_level(logging.WARNING, "edge_sdk.device.session"),
+        pytest.raises(NothingTrained, match=r"accepted none of its updates: 3 rounds in a row failed: .*they moved by"),
+    ):
         together(client, tmp_path, "default", [1.0])
     last = [each.getMessage() for each in caplog.records if each.name.startswith("edge_sdk.device.session")][-1]
     assert last.startswith("the update was refused: values: they moved by")
@@ -184,3 +191,79 @@ def test_a_device_below_pfedgates_smallest_budget_adapts_the_model(client, tmp_p
         assert result.adapted
         assert result.accuracy_after > result.accuracy_before - 0.05
         check_line(result)
+
+
+# --- what the operator sees -------------------------------------------------------------------------------------------
+
+
+def listed(client, **selection):
+    return client.get("/v1/federations/default/devices", params=selection).json()
+
+
+def broken(client, tmp_path, what):
+    """Try to join as a device that cannot; raises its error."""
+    task = digits(0)
+    options = ALONE
+    if what == "values":
+        inputs, targets = next(iter(task.train))
+        task = replace(task, train=[(torch.full_like(torch.as_tensor(inputs), torch.nan), torch.as_tensor(targets))])
+    elif what == "memory":
+        options = replace(ALONE, memory_limit=1)
+    else:
+        task = partial(_unreadable, what)
+    join(inprocess.ADDRESS, task, client=client, name="pi", state_dir=tmp_path / "pi", options=options, quiet=True)
+
+
+def _unreadable(what, info):
+    if what == "program":
+        raise TypeError("a fault of the program's own")
+    raise FileNotFoundError(2, "No such file or directory", "/private/data.csv")
+
+
+@pytest.mark.parametrize(
+    ("what", "failure"),
+    [
+        ("values", "data-unusable/values"),
+        ("memory", "no-memory"),
+        ("file", "data-unusable"),
+        ("program", "program-error/TypeError"),
+    ],
+)
+def test_a_device_that_cannot_join_is_listed_with_the_reason_until_it_does(client, tmp_path, what, failure):
+    publish(inprocess.ADDRESS, "default", "digits", client=client, method="fedavg", rounds=1, min_devices=1)
+    for _ in range(2):
+        with pytest.raises((SdkError, TypeError)):
+            broken(client, tmp_path, what)
+    (found,) = listed(client)
+    assert (found["doing"], found["failure"]["reason"]) == ("not_joined", in_words(failure))
+    assert "private" not in str(found)
+    info = client.get("/v1/federations/default").json()
+    assert (info["status"], info["devices"]) == ("waiting", 0)
+    where = {"client": client, "name": "pi", "state_dir": tmp_path / "pi", "options": ALONE, "quiet": True}
+    result = join(inprocess.ADDRESS, digits(0), export=tmp_path / "pi.onnx", **where)
+    assert result.export is not None
+    (found,) = listed(client)
+    assert (found["failure"], found["exported"], found["doing"]) == (None, True, "done")
+    assert listed(client, only="not_exported") == []
+
+
+def test_a_device_that_has_joined_and_cannot_start_again_is_listed_with_the_reason(client, tmp_path):
+    publish(inprocess.ADDRESS, "default", "digits", client=client, method="fedavg", rounds=2, min_devices=2)
+    where = {"client": client, "name": "pi", "state_dir": tmp_path / "pi", "options": ALONE, "quiet": True}
+    assert join(inprocess.ADDRESS, digits(0), stop=lambda: bool(listed(client)), **where).interrupted
+    with pytest.raises(SdkError):
+        broken(client, tmp_path, "values")
+    (found,) = listed(client)
+    assert (found["status"], found["doing"]) == ("active", "away")
+    assert found["failure"]["reason"] == in_words("data-unusable/values")
+    assert listed(client, only="failing") == [found]
+
+
+def test_a_device_all_of_whose_updates_were_refused_says_so(client, tmp_path):
+    settings = {"method": "fedavg", "rounds": 2, "min_devices": 1, "local_steps": 1, "update_norm_limit": 1e-9}
+    publish(inprocess.ADDRESS, "default", "digits", client=client, deadline_seconds=5, **settings)
+    (result,) = together(client, tmp_path, "default", [1.0])
+    assert (result.rounds, result.refused, result.nothing_accepted) == (2, 2, True)
+    assert "2 rounds, 2 local steps, all of its 2 updates were refused" in report(result, "")
+    (warning,) = [text for text in result.warnings if "refused 2 of this device's 2 updates" in text]
+    assert "they moved by" in warning

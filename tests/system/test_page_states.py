@@ -200,7 +200,7 @@ def test_ten_minutes_after_all_devices_died_none_is_ready(grown, open_page):
     page, expect = open_page(server.url), playwright.expect
     expect(page.locator("#legend")).to_have_text("3 offline")
     expect(page.locator("#health-lines")).to_contain_text("Offline devices: 3")
-    assert [each.split()[0] for each in page.locator("#devices tbody tr td:nth-of-type(5)").all_text_contents()] == [
+    assert [each.split()[0] for each in page.locator("#devices tbody td[data-label=Doing]").all_text_contents()] == [
         "offline"
     ] * 3
     command = [sys.executable, "-m", "sparrow", "device", "list", "lab", "--server", server.url]

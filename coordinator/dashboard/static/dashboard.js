@@ -4,7 +4,7 @@ import { call, fail, mended, put, reason } from "./calls.js";
 import * as changes from "./changes.js";
 import { Chart, element } from "./charts.js";
 import * as devices from "./devices.js";
-import { ago, bytes, joules, many, percent, plain, points, seconds, setClock, since, until } from "./text.js";
+import { ago, bytes, joules, many, past, percent, plain, points, seconds, setClock, since, until } from "./text.js";
 
 const [RETRY_SECONDS, LONGEST_RETRY_SECONDS] = [3, 60];
 const OTHERS_SECONDS = 30; // how often a federation that is compared with is looked at again
@@ -184,10 +184,11 @@ function showHealth() {
   const well = { waiting: "Waiting", running: "Well", paused: "Paused", finished: "Finished", stopped: "Stopped" }[federation.status];
   $("health").classList.toggle("troubled", notices.length > 0);
   const [worst] = notices;
+  const ended = ["finished", "stopped"].includes(federation.status);
   const waits = !notices.length && federation.waiting_for;
-  answer("health", notices.length ? "Needs attention" : waits ? "Waits" : well, [
+  answer("health", notices.length && !ended ? "Needs attention" : waits ? "Waits" : well, [
     ...(worst ? told(worst) : []),
-    !worst && federation.status === "waiting" && missing > 0 && `Begins when ${many(missing, "more device")} ${missing === 1 ? "has" : "have"} joined`,
+    federation.status === "waiting" && missing > 0 && `Begins when ${many(missing, "more device")} ${missing === 1 ? "has" : "have"} joined`,
     !worst && federation.status === "running" && (doing.training ?? 0) > 0 && `${many(doing.training, "device")} training`,
     waits && `Waits for ${federation.waiting_for}`,
     !worst && !waits && federation.status !== "waiting" && "No device failed, none is missing",
@@ -203,7 +204,7 @@ function showHealth() {
 
 /** A notice in words: what, since when, what to do. */
 function told({ text, since: when, remedy }) {
-  return [when ? `${text} (since ${ago(when).replace(" ago", "")})` : text, remedy].filter(Boolean);
+  return [when ? `${text} (since ${past(when)})` : text, remedy].filter(Boolean);
 }
 
 function showAccuracy() {
@@ -219,7 +220,7 @@ function showAccuracy() {
   answer("accuracy", now ? percent(of(now)) : "Not judged yet", [
     now && (now.accuracy_personal != null ? "mean of personal models" : "global model, mean over devices"),
     now?.accuracy_personal_decile != null &&
-      button(`worst decile ${percent(now.accuracy_personal_decile)}`, () => devices.list({ by: "accuracy", search: "", doing: "" })),
+      button(`worst decile ${percent(now.accuracy_personal_decile)}`, () => devices.list({ by: "accuracy" })),
     before && `${points(of(now) - of(before))} since round ${before.round}`,
     now && local != null && `${points(of(now) - local)} against training alone (${alone.federation.name})`,
     now?.accuracy_personal != null && shared != null && `global model ${percent(shared)}`,
@@ -228,17 +229,22 @@ function showAccuracy() {
 }
 
 function showFleet() {
-  const { federation, doing } = overview;
+  const { federation, doing, failing, not_exported: unsaved } = overview;
   const gone = (doing.offline ?? 0) + (doing.away ?? 0);
-  const kept = (doing.paused ?? 0) + (doing.resting ?? 0) + (doing.small_budget ?? 0);
+  const kept = (doing.resting ?? 0) + (doing.small_budget ?? 0);
   const ended = ["finished", "stopped"].includes(federation.status);
   const newest = rounds.findLast((point) => point.slowest);
-  answer("fleet", federation.devices ? (ended ? many(federation.devices, "device") : `${(federation.devices - gone).toLocaleString("en")} of ${many(federation.devices, "device")}`) : "No device yet", [
-    gone > 0 && button(`${many(gone, "device")} gone`, () => devices.list({ doing: doing.offline ? "offline" : "away", search: "" })),
-    doing.untrained > 0 && button(`${many(doing.untrained, "device")} trained nothing`, () => devices.list({ doing: "untrained", search: "" })),
-    kept > 0 && `${many(kept, "device")} paused, resting or too small`,
+  answer("fleet", federation.devices ? (ended && !gone ? many(federation.devices, "device") : `${(federation.devices - gone).toLocaleString("en")} of ${many(federation.devices, "device")}`) : "No device yet", [
+    failing > 0 && button(`${many(failing, "device")} failing`, () => devices.list({ only: "failing" })),
+    doing.not_joined > 0 && button(`${many(doing.not_joined, "device")} could not join`, () => devices.list({ doing: "not_joined" })),
+    gone > 0 && button(`${many(gone, "device")} gone`, () => devices.list({ doing: doing.offline ? "offline" : "away" })),
+    doing.untrained > 0 && button(`${many(doing.untrained, "device")} trained nothing`, () => devices.list({ doing: "untrained" })),
+    doing.paused > 0 && button(`${many(doing.paused, "device")} paused`, () => devices.list({ doing: "paused" })),
+    kept > 0 && `${many(kept, "device")} resting or too small`,
+    ended && unsaved > 0 && button(`${many(unsaved, "device")} did not export`, () => devices.list({ only: "not_exported" })),
+    ended && federation.devices > 0 && !unsaved && "all devices exported their model",
     federation.devices_stopped > 0 && `${many(federation.devices_stopped, "device")} stopped early`,
-    newest && button(`slowest: ${newest.slowest}, ${seconds(newest.device_seconds_slowest)}`, () => devices.list({ by: "-seconds", search: "", doing: "" })),
+    newest && button(`slowest: ${newest.slowest}, ${seconds(newest.device_seconds_slowest)}`, () => devices.list({ by: "-seconds" })),
     newest && `median device ${seconds(newest.device_seconds_median)} a round`,
   ]);
 }

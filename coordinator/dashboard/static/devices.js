@@ -3,7 +3,7 @@
 import { call, put } from "./calls.js";
 import { Chart, element } from "./charts.js";
 import { Strip } from "./strip.js";
-import { ago, bytes, DOING, joules, many, percent, plain, points, seconds, whatOf, whyOf } from "./text.js";
+import { ago, bytes, DOING, joules, many, percent, plain, points, refusedOf, seconds, whatOf, whyOf } from "./text.js";
 
 const PAGE = 50;
 const DEVICES_SECONDS = 5; // at most so often, where something happens
@@ -24,13 +24,14 @@ let strip;
 /** Begin. of: the path of the federation's calls; newest: returns the newest overview; confirm: asks its user. */
 export function begin(of, newest, confirm) {
   [api, overview, sure] = [of, newest, confirm];
-  strip = new Strip($("strip"), $("legend"), (name) => open({ device: name }), (doing) => list({ doing, search: "" }));
+  strip = new Strip($("strip"), $("legend"), (name) => open({ device: name }), (doing) => list({ doing }));
 }
 
 /** List those devices: of a search, of what they do, in an order. */
-export function list({ search = form.elements.search.value, doing = form.elements.doing.value, by = order }) {
+export function list({ search = "", doing = "", only = "", by = order }) {
   form.elements.search.value = search;
   form.elements.doing.value = doing;
+  form.elements.only.value = only;
   sort(by);
   $("devices-title").scrollIntoView({ block: "start" });
   $("devices-title").focus({ preventScroll: true });
@@ -115,7 +116,9 @@ function rowOf(device) {
     cell("Time", shown(device.seconds, seconds), "number"),
     cell("Doing", [
       whatOf(device, overview()?.smallest_budget),
-      ...(device.failure ? [element("p", { className: "failure", textContent: whyOf(device.failure) })] : []),
+      ...(device.failure ? [element("p", { className: "failure", textContent: whyOf(device) })] : []),
+      ...(device.refusals > 1 ? [element("p", { className: "failure", textContent: refusedOf(device) })] : []),
+      ...(device.exported ? [element("p", { textContent: "exported its model" })] : []),
       ...device.profile.data_warnings.map((text) => element("p", { className: "failure", textContent: `data: ${text}` })),
     ]),
     cell("Last seen", [element("time", { dateTime: device.seen_at, textContent: ago(device.seen_at) })]),
@@ -191,9 +194,11 @@ async function history(id) {
     Budget: `${plain(device.budget)}${device.limited_by ? `, limited by ${device.limited_by}` : ""}`,
     "In all": `${bytes(device.everything.bytes_up)} up, ${bytes(device.everything.bytes_down)} down`,
     "Last seen": ago(device.seen_at),
+    ...(device.refusals > 0 ? { Refused: refusedOf(device) } : {}),
+    Exported: device.exported ? "yes, and not trained since" : "no",
   }).map(([term, text]) => element("div", {}, [element("dt", { textContent: term }), element("dd", { textContent: text })])));
   $("history-failure").hidden = !device.failure;
-  $("history-failure").textContent = device.failure ? whyOf(device.failure) : "";
+  $("history-failure").textContent = device.failure ? whyOf(device) : "";
   $("history-work").tBodies[0].replaceChildren(...rows);
   $("history-table").hidden = !rows.length;
   $("history-none").hidden = rows.length > 0;

@@ -4,7 +4,7 @@ export const DOING = {
   training: "training", evaluating: "evaluating", ready: "ready, not drawn", resting: "resting: handed its work back, or was refused",
   paused: "paused by its policy", away: "away: missed a deadline, fell silent or left", small_budget: "budget too small",
   stopped: "stopped early", revoked: "revoked", done: "done: the federation has ended",
-  untrained: "trained nothing: it handed its work back", offline: "offline",
+  untrained: "trained nothing: it handed its work back", offline: "offline", not_joined: "could not join",
 };
 const PAUSED = {
   charging: "not charging", battery: "battery low", heat: "too hot", throttled: "throttled", power: "power low",
@@ -45,9 +45,12 @@ export function setClock(iso) {
 export const until = (iso) => (Date.parse(iso) - Date.now() - skew) / 1000;
 export const since = (iso) => Math.max(0, -until(iso));
 
-export function ago(iso) {
-  const past = since(iso);
-  return past < 60 ? "less than a minute ago" : `${seconds(past)} ago`;
+export const ago = (iso) => `${past(iso)} ago`;
+
+/** How long ago that was. */
+export function past(iso) {
+  const taken = since(iso);
+  return taken < 60 ? "less than a minute" : seconds(taken);
 }
 
 // --- devices ----------------------------------------------------------------------------------------------------------
@@ -60,6 +63,9 @@ export function whatOf(device, smallest) {
   return DOING[device.doing] ?? device.doing;
 }
 
-export function whyOf(failure) {
-  return `${failure.reason}${failure.round ? ` (${failure.kind}, round ${failure.round})` : ""}, ${ago(failure.at)}`;
+/** Why a device fails, in which work the last time, and since when. */
+export function whyOf({ failure }) {
+  return `${failure.reason}${failure.round ? ` (${failure.kind}, round ${failure.round})` : ""}, since ${past(failure.at)}`;
 }
+
+export const refusedOf = ({ refusals }) => `refused in a row: ${many(refusals, "update")}`;

@@ -6,14 +6,28 @@ because a coordinator restored from a backup may know only that.
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from sparrow.protocol.messages import ChangeDevice
+from sparrow.protocol.failures import Failure
+from sparrow.protocol.messages import ChangeDevice, Conditions, DeviceProfile, Enrol
 
-from ...errors import NotAuthenticated, TokenExpired
+from ...errors import NotAuthenticated, Refused, SdkError, TokenExpired, Unreachable, failure_of
+from ..local_noise import WITHHELD
 from ..state import Identity
 from ..trainable import CannotTrain
 from .options import Device, SessionOptions
+
+log = logging.getLogger(__name__)
+
+# Longest wait for a coordinator that does not answer a report of a device that ends, seconds.
+BRIEFLY = 3.0
 
 
 class Identified:
@@ -70,6 +84,52 @@ class Identified:
         if self.identity.device_id is not None:
             self.transport.change_device(self.identity.device_id, change)
 
+    @contextmanager
+    def _briefly(self, what: str) -> Iterator[None]:
+        """Context manager: a report that must not delay the end of a device. what: its subject, for the log."""
+        before = self.transport.patience_seconds
+        self.transport.patience_seconds = BRIEFLY
+        try:
+            yield
+        except SdkError as error:
+            log.warning("this device could not report %s: %s", what, error)
+        finally:
+            self.transport.patience_seconds = before
+
+    def _profile(self) -> DeviceProfile:
+        return self._options.profile or own_profile(self._telemetry.describe())
+
+    @contextmanager
+    def _reporting_why_not(self) -> Iterator[None]:
+        """Context manager: report an error of the device itself, so that the operator sees why it does not join."""
+        try:
+            yield
+        except (Refused, Unreachable):
+            raise
+        except Exception as error:
+            # A device that demands masks sends nothing to other federations.
+            if self._options.demands.secure is None or self.info.settings.secure:
+                self._report_why_not(_failure_of_opening(error) if self._options.local_noise is None else WITHHELD)
+            raise
+
+    def _report_why_not(self, failure: Failure) -> None:
+        with self._briefly("why it cannot join"):
+            if self.identity.token is not None:
+                self.transport.token = self.identity.token
+                self._tell(ChangeDevice(conditions=Conditions(available=False, reason=failure)))
+                return
+            self.transport.enrol(
+                self._federation,
+                Enrol(
+                    name=self.identity.name,
+                    enrolment_key=self.identity.enrolment_key,
+                    budget=self._options.budget,
+                    hosted=self._options.hosted,
+                    profile=self._profile(),
+                    failure=failure,
+                ),
+            )
+
     def _public_identity(self) -> str | None:
         """Return the public key for secure rounds; None in other federations.
 
@@ -92,3 +152,26 @@ class Identified:
     def identity_key(self) -> str | None:
         """The public key of this device in secure rounds; None in other federations."""
         return self._public_identity() if self.info.settings.secure else None
+
+
+def _failure_of_opening(error: Exception) -> Failure:
+    """Return the failure of opening a task, whose files are the device's data."""
+    if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return Failure("data-unusable")
+    return failure_of(error)
+
+
+def own_profile(energy: str) -> DeviceProfile:
+    """Return this machine's profile for enrolment."""
+    try:
+        sdk_version = version("sparrow-fl")
+    except PackageNotFoundError:
+        sdk_version = "unknown"
+    return DeviceProfile(
+        board=platform.machine(),
+        system=f"{platform.system()} {platform.release()}"[:200],
+        cores=os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        sensors=(energy[:300],),
+        sdk_version=sdk_version,
+    )

@@ -48,6 +48,18 @@ class Learning(Identified):
 
     def __init__(self, device: Device, options: SessionOptions) -> None:
         super().__init__(device, options)
+        known = options.known
+        self._make_task = device.make_task
+        self.trust = known.trust if known else Trust(device.federation, options.demands, device.folder)
+        self.manifest = known.manifest if known else self._load_manifest(self.info)
+        self._method = load_method(self.info.method)
+        with self._reporting_why_not():
+            self._open(device, options)
+        if known is None:
+            self._note_membership()
+
+    def _open(self, device: Device, options: SessionOptions) -> None:
+        """Load the task, and create the engine."""
         transport = device.transport
         folder = device.folder
         federation = device.federation
@@ -55,10 +67,6 @@ class Learning(Identified):
         engine = options.engine
         prepare = options.prepare
         budget = options.budget
-        self._make_task = device.make_task
-        self.trust = known.trust if known else Trust(federation, options.demands, folder)
-        self.manifest = known.manifest if known else self._load_manifest(self.info)
-        self._method = load_method(self.info.method)
         if options.local_noise is not None:
             options.local_noise.check(self._method, self.manifest, self.info.settings)
         self.differences: list[tuple[str, str]] = []
@@ -89,8 +97,6 @@ class Learning(Identified):
         self._prior = LabelPrior.of(self.task, self.manifest, self.info.settings)
         if self._prior is not None:
             self._prior.check(self.engine, self.task.train)
-        if known is None:
-            self._note_membership()
 
     @property
     def budget(self) -> float:

@@ -57,6 +57,8 @@ class Sending(Judging):
         self._uploading = 0.0
         # The assignment in the answer to the last update.
         self._next: Assignment | None = None
+        # The coordinator's reason for refusing the update of the current work.
+        self._refusal: str | None = None
 
     def _holding(self) -> tuple[str | None, str | None]:
         """Return the digests of the held mask and of the global model."""
@@ -130,7 +132,10 @@ class Sending(Judging):
                 # It would be refused again: keep the local step, and release the round.
                 log.warning("the update was refused: %s", refusal.detail)
                 self._owe_as_before(pending)
-                self._save_progress(pending=None)
+                self._refusal = f"the coordinator refused the update: {refusal.detail}"
+                counted = pending.kind in (Kind.train, Kind.personalise)
+                refused = {"refused": self.progress.refused + 1, "failure": self._refusal} if counted else {}
+                self._save_progress(pending=None, **refused)
                 self._hand_back(pending.assignment_id, Failure("update-refused"))
                 self._say_what_stays(pending)
                 return Phase()

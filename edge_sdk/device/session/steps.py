@@ -10,13 +10,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
 from sparrow.command_line.table import printable
@@ -28,7 +25,6 @@ from sparrow.protocol.messages import (
     Assignment,
     ChangeDevice,
     Conditions,
-    DeviceProfile,
     Enrol,
     FederationInfo,
     Kind,
@@ -50,7 +46,6 @@ from .work import Working
 
 log = logging.getLogger(__name__)
 
-PATIENCE_WHEN_LEAVING = 3.0
 # A device gives up if its first rounds fail this many times in a row.
 FAILURES = 3
 # Kinds of work that train in a round.
@@ -134,9 +129,7 @@ class Session(Working):
             limited_by=self._prepared.limited_by,
             num_examples=count_examples(self.task.train) or None,
             hosted=self._options.hosted,
-            profile=(self._options.profile or own_profile(self._telemetry.describe())).model_copy(
-                update={"data_warnings": self._data_warnings()}
-            ),
+            profile=self._profile().model_copy(update={"data_warnings": self._data_warnings()}),
         )
         enrolled = self.transport.enrol(self._federation, request)
         self.identity = self.identity.model_copy(update={"device_id": enrolled.device_id, "token": enrolled.token})
@@ -222,6 +215,7 @@ class Session(Working):
         self.working_on = assignment
         failed = None
         to_blame = True
+        self._refusal = None
         try:
             if assignment.manifest_digest not in (None, self.manifest.digest):
                 self._take_new_version()
@@ -256,6 +250,9 @@ class Session(Working):
             self._tell(ChangeDevice(conditions=Conditions()))
         # Not in a finally block: after an interrupt or error, ``leave`` returns it.
         self.working_on = None
+        if self._refusal is not None:
+            failed = self._refusal
+            self.reported_failure = Failure("update-refused")
         if assignment.kind not in JUDGING:
             self.failed_rounds = (self.failed_rounds + to_blame) if failed else 0
             self.last_failure = failed or self.last_failure
@@ -285,27 +282,13 @@ class Session(Working):
 
     def leave(self, reason: Failure) -> None:
         """Return open work and mark the device unavailable, so that the round need not wait for it."""
-        self.transport.patience_seconds = PATIENCE_WHEN_LEAVING
         reason = reason if self._options.local_noise is None else WITHHELD
-        try:
+        with self._briefly("that it leaves"):
             if self.working_on is not None:
                 self._hand_back(self.working_on.assignment_id, reason)
             self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
-        except errors.SdkError as error:
-            log.warning("this device leaves without notifying the coordinator: %s", error)
 
-
-def own_profile(energy: str) -> DeviceProfile:
-    """Return this machine's profile for enrolment."""
-    try:
-        sdk_version = version("sparrow-fl")
-    except PackageNotFoundError:
-        sdk_version = "unknown"
-    return DeviceProfile(
-        board=platform.machine(),
-        system=f"{platform.system()} {platform.release()}"[:200],
-        cores=os.cpu_count() or 1,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        sensors=(energy[:300],),
-        sdk_version=sdk_version,
-    )
+    def note_exported(self) -> None:
+        """Report that the personal model has been exported."""
+        with self._briefly("its export"):
+            self._tell(ChangeDevice(exported=True))

@@ -10,7 +10,7 @@ from pydantic import Field
 from ..fields import Answer, Count, DeviceName, Id, Request, Secret, Share
 from ..secure.messages import Key32
 from .reports import Moved
-from .work import Kind, PauseReason, Why
+from .work import Failed, Kind, PauseReason, Why
 
 DataWarnings = Annotated[
     tuple[Annotated[str, Field(max_length=300)], ...],
@@ -37,7 +37,8 @@ class Enrol(Request):
 
     name: DeviceName
     # A secret that the device makes and stores before it enrols. If the answer is lost, enrolling again with the key
-    # gives the same device a new token, and protects its name. The old token is valid until the new one is used.
+    # gives the same device a new token, and protects its name. The old token is valid until the new one is used. A
+    # device that cannot join has no valid token, and its name stays free.
     enrolment_key: str = Field(min_length=32, max_length=128)
     budget: Share = 1.0
     limited_by: BudgetLimit | None = None
@@ -54,6 +55,9 @@ class Enrol(Request):
         default=False,
         description="One of many devices that a process hosts in turn: it may be silent until its turn, so only "
         "deadlines apply",
+    )
+    failure: Failed | None = Field(
+        default=None, description="Reason why the device cannot join: it is listed with it, and gets no work"
     )
     profile: DeviceProfile = DeviceProfile()
 
@@ -104,6 +108,7 @@ class ChangeDevice(Request):
     holds_model: bool | None = None
     data_warnings: DataWarnings | None = None
     conditions: Conditions | None = None
+    exported: Literal[True] | None = Field(default=None, description="It has exported its personal model")
     revoked: Literal[True] | None = None
 
 
@@ -111,19 +116,21 @@ class Doing(str, Enum):
     """The activity of a device, or the reason why it does not train: the first of these that applies."""
 
     revoked = "revoked"
+    # It has told why it cannot join.
+    not_joined = "not_joined"
     # It has stopped early, and is only asked to evaluate.
     stopped = "stopped"
     training = "training"
     # Its federation has ended, and it handed back all training.
     untrained = "untrained"
-    # Its federation has ended.
-    done = "done"
     # By its policy.
     paused = "paused"
     # It missed a deadline, fell silent during work, or left.
     away = "away"
-    # It has been silent for longer than a device that waits for work.
+    # It has been silent for longer than a device that waits for work, and since before the end of its federation.
     offline = "offline"
+    # Its federation has ended.
+    done = "done"
     # Its budget is too small for the federation's method.
     small_budget = "small_budget"
     evaluating = "evaluating"
@@ -147,7 +154,7 @@ class DeviceInfo(Answer):
 
     device_id: str
     name: str
-    status: Literal["active", "stopped", "revoked"]
+    status: Literal["active", "stopped", "revoked", "not_joined"]
     stopped_round: int | None
     doing: Doing
     present: bool = Field(description="False after a missed deadline, silence or leaving, until it asks for work")
@@ -158,7 +165,12 @@ class DeviceInfo(Answer):
     )
     failure: DeviceFailure | None = Field(
         default=None,
-        description="Reason why its last work failed; null once such work (of a round, if in one) was accepted",
+        description="Reason why its last work failed, or why it cannot join; a failure of training lasts until an "
+        "update is accepted, one of an evaluation until an evaluation is",
+    )
+    refusals: int = Field(default=0, description="Refused updates in a row")
+    exported: bool = Field(
+        default=False, description="Whether it has exported its personal model, and not trained since"
     )
     accuracy: float | None = Field(
         default=None, description="Last reported accuracy on its test data: of its personal model, else the global one"

@@ -29,6 +29,9 @@ class PauseReason(str, Enum):
     energy = "energy"
 
 
+Failed = Annotated[str, Field(min_length=1, max_length=500)]
+"""A failure (``protocol.failures``), or a sentence from another client."""
+
 Why = Annotated[PauseReason | Annotated[str, Field(max_length=500)], Field(union_mode="left_to_right")]
 """A pause reason if a policy decides; else a failure (``protocol.failures``), or a sentence from another client."""
 

@@ -55,9 +55,9 @@ def enrolment(name):
     return {"name": name, "enrolment_key": name.ljust(32, "k")}
 
 
-def enrol(client, name, token=None, federation="default"):
+def enrol(client, name, token=None, federation="default", **more):
     headers = bearer(token) if token else {}
-    return client.post(f"/v1/federations/{federation}/devices", json=enrolment(name), headers=headers)
+    return client.post(f"/v1/federations/{federation}/devices", json={**enrolment(name), **more}, headers=headers)
 
 
 # --- tokens of operators, made beside a running coordinator -----------------------------------------------------------
@@ -140,6 +140,8 @@ def test_other_names_are_given(open_app, tmp_path):
 def test_an_enrolment_token_admits_its_number_of_devices(open_app, command):
     client = open_app()
     token = command("create", "enrolment", "--uses", "2")
+    # A device that could not join at first counts once.
+    assert enrol(client, "one", token["secret"], failure="no-memory").status_code == 201
     enrolled = [enrol(client, name, token["secret"]).json() for name in ("one", "two")]
     again = enrol(client, "one", token["secret"])
     assert (again.status_code, again.json()["device_id"]) == (201, enrolled[0]["device_id"]), "its answer was lost"

@@ -1,0 +1,79 @@
+"""Failures of devices: their reasons, shown to operators until they are over.
+
+A failure is over when the device does such work successfully again. A failure of training lasts until an update is
+accepted, in a secure round until the phase in which it failed succeeds; evaluations do not end it. A failure of an
+evaluation lasts until an evaluation is accepted. A device that was interrupted has recovered with any accepted work. A
+lesser failure does not replace one that lasts longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from sparrow.protocol.events import EventKind
+from sparrow.protocol.messages import Kind
+
+from ..storage import events
+from ..storage.tables import Assignment, Device
+from .assignments import JUDGING_KINDS
+from .secure_state import PHASES
+
+MOST_REFUSALS = 3
+"""Refused updates in a row after which a device rests."""
+
+LONGEST_REASON = 500
+
+_INTERRUPTED = "interrupted"
+
+
+def rests(device: Device, now: float) -> bool:
+    """Return whether a device rests after refused updates."""
+    return device.refusals >= MOST_REFUSALS and device.rest_until > now
+
+
+def note_failure(db: Session, device: Device, assignment: Assignment | None, reason: str, now: float) -> None:
+    """Record why a device failed, unless a failure that lasts longer is recorded. assignment: None without work.
+
+    A device that fails again, for whatever reason, has failed since the first time.
+    """
+    reason = reason[:LONGEST_REASON]
+    failure = {
+        "reason": reason,
+        "round": assignment.round if assignment is not None else None,
+        "kind": assignment.kind if assignment is not None else None,
+        "at": now,
+    }
+    before = device.failure
+    if before is not None and _rank(failure) < _rank(before):
+        return
+    if before is not None and _rank(failure) == _rank(before):
+        failure["at"] = before.get("at", now)
+    if before is None or before.get("reason") != reason:
+        events.record(db, device.federation_id, EventKind.failed, now, device=device.name, detail=reason)
+    device.failure = failure
+
+
+def recovers(device: Device, kind: str) -> bool:
+    """Return whether accepted work of this kind ends the device's failure."""
+    failure = device.failure
+    if failure is None:
+        return False
+    # A device that has stopped trains no more, and adapting is the last work of a device.
+    if kind == Kind.adapt or device.status == "stopped" or _rank(failure) == 0:
+        return True
+    if failure.get("kind") in JUDGING_KINDS:
+        return kind in JUDGING_KINDS
+    return kind not in JUDGING_KINDS and _phase(kind) >= _phase(failure.get("kind"))
+
+
+def _rank(failure: dict[str, Any]) -> int:
+    """Return 0 for an interruption, 1 for a failure of an evaluation, 2 for one of training or without work."""
+    if str(failure.get("reason")).startswith(_INTERRUPTED):
+        return 0
+    return 1 if failure.get("kind") in JUDGING_KINDS else 2
+
+
+def _phase(kind: str | None) -> int:
+    return PHASES.index(kind if kind in PHASES else Kind.train.value)
