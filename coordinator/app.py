@@ -17,6 +17,7 @@ from .calls.bodies import Downloads
 from .calls.buckets import AtOnce, RateLimit, Turns
 from .calls.hosts import Hosts
 from .calls.live_views import LiveViews
+from .calls.parts import Parts
 from .calls.signals import FoundNothing, LongPolls, Signal
 from .calls.threads import (
     EVALUATIONS,
@@ -168,6 +169,7 @@ class Coordinator:
         self.open_assignments = OpenAssignments(self.store, clock, self.last_seen)
         parts = settings.data_dir / "uploads"
         self.uploads = Uploads(parts, self.store, self.acceptance, self.dispatch, clock, self.writers)
+        self.parts = Parts(parts / "bodies", self.store)
         self.stopping = threading.Event()
         self.page_steps = Steps(self.stopping)
         self.device_lists = DeviceLists(self.store, clock, lambda: self.polling.longest() + self.last_seen.lag)

@@ -26,6 +26,7 @@ from sparrow.protocol.failures import Failure, program_error
 __all__ = [
     "BadArgument",
     "BadContent",
+    "Blocked",
     "CoordinatorFull",
     "Damaged",
     "DifferentFederation",
@@ -142,6 +143,12 @@ class FederationDeleted(Refused):
 
 class BadContent(Refused):
     """The content of a request is invalid."""
+
+
+class Blocked(Refused):
+    """A proxy or firewall between this machine and the coordinator refuses the call: change its configuration."""
+
+    exit_code = Exit.FAILED
 
 
 class NotInstalled(BadContent):

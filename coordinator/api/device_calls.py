@@ -15,12 +15,13 @@ import logging
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from sparrow.protocol import bundle
 from sparrow.protocol.fields import Digest
-from sparrow.protocol.messages import ASSIGNMENT_TYPE, Assignment, UpdateAccepted, UploadCost
+from sparrow.protocol.messages import ASSIGNMENT_TYPE, Assignment, UpdateAccepted, UpdateReceived, UploadCost
 
 from ..app import Coordinator
 from ..calls.bodies import InParts, ranged
@@ -123,7 +124,11 @@ async def get_payload(assignment_id: str, device: KnownDevice, request: Request)
     "/assignments/{assignment_id}/update",
     status_code=201,
     response_model=UpdateAccepted,
-    responses={201: WITH_PAYLOAD, 200: {"model": UpdateAccepted, "description": "The same again"}},
+    responses={
+        201: WITH_PAYLOAD,
+        200: {"model": UpdateAccepted, "description": "The same again"},
+        202: {"model": UpdateReceived, "description": "A part; send the next one"},
+    },
     openapi_extra={"requestBody": {"required": True, "content": BODIES}},
 )
 async def put_update(
@@ -134,8 +139,8 @@ async def put_update(
     model: HeldModel = None,
     upload_cost: Cost = None,
 ) -> Response:
-    """Send an update: a bundle for ``train``, JSON for other kinds; with ``Content-Range``, the rest of a broken
-    upload.
+    """Send an update: a bundle for ``train``, JSON for other kinds; with ``Content-Range``, a part of it, or the rest
+    of a broken upload.
 
     A caller that accepts it gets its next work, if there is any, as from ``get_assignment``.
     """
@@ -147,6 +152,8 @@ async def put_update(
     seen = coordinator.moved.count
     with counted_refusals(coordinator.metrics.refused, device.federation):
         taken = await coordinator.uploads.receive(request, assignment_id, device.device_id, media_type, ask)
+    if isinstance(taken, int):
+        return JSONResponse(UpdateReceived(received=taken).model_dump(), 202)
     if taken.new:
         coordinator.metrics.accepted.labels(device.federation).inc()
         coordinator.metrics.traffic.labels(device.federation, "up").inc(taken.size)

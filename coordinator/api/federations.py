@@ -12,7 +12,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
@@ -32,11 +32,13 @@ from sparrow.protocol.messages import (
     ModelInfo,
     OpenWork,
     RoundRecord,
+    UpdateReceived,
 )
 from sparrow.protocol.overview import Overview
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import Published
 
+from ..app import Coordinator
 from ..calls.bodies import LARGEST_REQUEST, ranged, read_body
 from ..calls.signals import LongPoll
 from ..errors import WrongMediaType, callers_data
@@ -73,12 +75,21 @@ def _body(media_type: str, schema: dict[str, str]) -> dict[str, Any]:
 A_FILE = _body(checkpoint.MEDIA_TYPE, {"type": "string", "format": "binary"})
 
 
-async def _read(request: Request, media_type: str, what: str, limit: int) -> bytes:
-    """Return the body. Raises WrongMediaType, and the errors of ``read_body``."""
+def _check_type(request: Request, media_type: str, what: str) -> None:
+    """Raise WrongMediaType."""
     sent = request.headers.get("content-type", "").split(";")[0].strip()
     if sent != media_type:
         raise WrongMediaType(f"send {what} as {media_type}, not {sent!r}")
-    return await read_body(request, limit)
+
+
+async def _read_file(request: Request, coordinator: Coordinator, what: str, limit: int) -> bytes | Response:
+    """Return a checkpoint's bytes, or the answer to a part of it. Raises WrongMediaType, and errors of ``Parts``."""
+    _check_type(request, checkpoint.MEDIA_TYPE, what)
+    body = await coordinator.parts.receive(request, limit)
+    return JSONResponse(UpdateReceived(received=body).model_dump(), 202) if isinstance(body, int) else body
+
+
+A_PART: dict[int | str, dict[str, Any]] = {202: {"model": UpdateReceived, "description": "A part; send the next one"}}
 
 
 @router.post(
@@ -89,7 +100,8 @@ async def _read(request: Request, media_type: str, what: str, limit: int) -> byt
 )
 async def create_federation(request: Request, coordinator: TheCoordinator) -> FederationInfo:
     """Create a federation of a built-in task."""
-    body = await _read(request, JSON_TYPE, "name, task and settings", LARGEST_REQUEST)
+    _check_type(request, JSON_TYPE, "name, task and settings")
+    body = await read_body(request, LARGEST_REQUEST)
     with callers_data():
         wanted = CreateFederation.model_validate_json(body)
     return await coordinator.writers.run(coordinator.publisher.create, wanted)
@@ -107,11 +119,20 @@ def complete_settings(settings: FederationSettings) -> FederationSettings:
     return completed(settings)
 
 
-@router.post("/from-model", status_code=201, dependencies=[AdminOnly], openapi_extra=A_FILE)
-async def publish_model(request: Request, coordinator: TheCoordinator) -> FederationInfo:
+@router.post(
+    "/from-model",
+    status_code=201,
+    dependencies=[AdminOnly],
+    openapi_extra=A_FILE,
+    response_model=FederationInfo,
+    responses=A_PART,
+)
+async def publish_model(request: Request, coordinator: TheCoordinator) -> FederationInfo | Response:
     """Create a federation of a custom model: a checkpoint with manifest and graphs; its note has name and settings."""
     most = coordinator.settings.max_model_bytes
-    body = await _read(request, checkpoint.MEDIA_TYPE, "the model", most)
+    body = await _read_file(request, coordinator, "the model", most)
+    if isinstance(body, Response):
+        return body
     return await coordinator.publishing.run(coordinator.publisher.publish, body, most)
 
 
@@ -289,10 +310,18 @@ def get_model(
     return ranged(request, coordinator.served.model(name, version), checkpoint.MEDIA_TYPE)
 
 
-@router.patch("/{name}/model", dependencies=[AdminOnly], openapi_extra=A_FILE)
-async def replace_model(name: str, request: Request, coordinator: TheCoordinator) -> FederationInfo:
+@router.patch(
+    "/{name}/model",
+    dependencies=[AdminOnly],
+    openapi_extra=A_FILE,
+    response_model=FederationInfo,
+    responses=A_PART,
+)
+async def replace_model(name: str, request: Request, coordinator: TheCoordinator) -> FederationInfo | Response:
     """Replace the model's graphs between rounds: a checkpoint of manifest and graphs with the same tensors."""
-    body = await _read(request, checkpoint.MEDIA_TYPE, "manifest and graphs", coordinator.settings.max_model_bytes)
+    body = await _read_file(request, coordinator, "manifest and graphs", coordinator.settings.max_model_bytes)
+    if isinstance(body, Response):
+        return body
     info = await coordinator.publishing.run(coordinator.publisher.replace_model, name, body)
     coordinator.fact_recorded()
     coordinator.wake()
@@ -311,10 +340,18 @@ async def pin_model(name: str, version: Annotated[int, Path(ge=0, lt=2**31)], co
     await coordinator.writers.run(coordinator.federations.pin_model, name, version)
 
 
-@router.post("/{name}/model/evaluation", dependencies=[AdminOnly], openapi_extra=A_FILE)
-async def evaluate_model(name: str, request: Request, coordinator: TheCoordinator) -> Evaluation:
+@router.post(
+    "/{name}/model/evaluation",
+    dependencies=[AdminOnly],
+    openapi_extra=A_FILE,
+    response_model=Evaluation,
+    responses=A_PART,
+)
+async def evaluate_model(name: str, request: Request, coordinator: TheCoordinator) -> Evaluation | Response:
     """Evaluate the global model on the caller's test data: a safetensors file of ``inputs`` and ``targets``."""
-    body = await _read(request, checkpoint.MEDIA_TYPE, "the test data", coordinator.settings.max_test_bytes)
+    body = await _read_file(request, coordinator, "the test data", coordinator.settings.max_test_bytes)
+    if isinstance(body, Response):
+        return body
     seconds = coordinator.settings.max_test_seconds
     stop = coordinator.stopping
     return await coordinator.evaluating.run(coordinator.served.evaluate, name, body, seconds=seconds, stop=stop)

@@ -4,7 +4,8 @@
     GET /v1/assignments/{id}/update?sha256=D      {"received": N}: continue with bytes N-LAST/TOTAL, or, if N is
                                                   TOTAL, with an empty body and bytes */TOTAL
 
-The range always ends at TOTAL - 1, so an unbroken upload is one request. A large update without a range cannot resume.
+An unbroken upload is one request, whose range ends at TOTAL - 1. An earlier end is answered with 202 and the number of
+bytes received, for proxies that limit the length of a body. A large update without a range cannot resume.
 Parts are files in a local folder; on the file system of the blobs a complete part becomes the update's blob without a
 copy. Parts need not outlive the process: they are removed at start, an hour after their last byte, and when their
 assignment is settled. In another process of the coordinator an upload restarts.
@@ -126,8 +127,10 @@ class Uploads:
 
     async def receive(
         self, request: Request, assignment_id: str, device_id: str, media_type: str, ask: Ask | None = None
-    ) -> Taken:
+    ) -> Taken | int:
         """Receive an update, check it and store it. ask: the device's request for its next work.
+
+        Return the number of bytes received if more parts are to follow.
 
         Raises the errors of ``Acceptance.accept_update``, LengthRequired, TooLarge, BadContent, WrongRange.
         """
@@ -162,7 +165,7 @@ class Uploads:
 
     async def _receive_large(
         self, request: Request, assignment_id: str, device_id: str, media_type: str, ask: Ask | None
-    ) -> Taken:
+    ) -> Taken | int:
         """Receive the missing bytes of a large update, accept the whole, and remove its part.
 
         Few are in memory at a time, and one per device. Raises WrongRange if the range does not continue the part.
@@ -192,14 +195,17 @@ class Uploads:
                 raise self._acceptance.count_refusal(assignment_id, device_id, error) from None
             if (declared or ("0" if first == total else "")) != str(last - first + 1):
                 raise LengthRequired("Content-Length must be the length of Content-Range; send both")
-            if last != total - 1:
-                raise WrongRange("Content-Range: end the range at the update's last byte")
+            if not first - 1 <= last < total:
+                raise WrongRange("Content-Range: send a range within the update")
             with self._taking:
                 return self._begin(assignment_id, digest, first, total)
 
         part, turn = await run_in_threadpool(begin)
         try:
             await self._gather(request, part, turn)
+            if last < total - 1:
+                await run_in_threadpool(self._write, part)
+                return part.received
             async with self._one_of_device.setdefault(device_id, asyncio.Lock()), self._few:
                 accept = self._accept
                 return await self._writers.run(accept, part, turn, assignment_id, device_id, media_type, ask)

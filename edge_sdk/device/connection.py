@@ -16,69 +16,48 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, TypeVar
-
-from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from sparrow.command_line.table import printable
 from sparrow.protocol.messages import UpdateReceived
 from sparrow.transport import Client, httpx, tls
 from sparrow.transport.clients import bad_address
 
-from .. import errors
-from ..errors import NoCoordinator, Refused, Unreachable
+from ..errors import Blocked, NoCoordinator, Refused, Unreachable
+from .answers import (
+    BY_PROXIES,
+    PROBLEMS,
+    REMEDIES,
+    Message,
+    continued,
+    detail_of,
+    is_problem,
+    message_of,
+    passes,
+    pause_of,
+    problem_type,
+    read_all,
+)
+from .uploads import SMALLEST_PART, Upload
 
 log = logging.getLogger(__name__)
 
+# Bytes that are counted as sent at a time.
 UPLOAD_PART = 256 * 1024
-_ALIKE = (
-    errors.NotAuthenticated,
-    errors.TokenExpired,
-    errors.NotAllowed,
-    errors.NotFound,
-    errors.NoGlobalModel,
-    errors.NameTaken,
-    errors.DifferentFederation,
-    errors.WrongState,
-    errors.DifferentUpdate,
-    errors.FederationDeleted,
-    errors.BadContent,
-    errors.TooManyRequests,
-)
-# Type of a problem document, without ``PREFIX`` -> exception; other types raise ``Refused``. ``Unreachable`` ones are
-# temporary and raised when the caller's patience ends.
-PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
-    **{kind.__name__: kind for kind in _ALIKE},
-    **dict.fromkeys(("CrossSite", "WrongHost"), errors.NotAllowed),
-    "RoundClosed": errors.RoundOver,
-    "Finished": errors.FederationOver,
-    **dict.fromkeys(("NoSuchMethod", "NoSuchTask"), errors.NotInstalled),
-    **dict.fromkeys(("InvalidRequest", "LengthRequired", "TooLarge", "WrongMediaType"), errors.BadContent),
-    **dict.fromkeys(("WrongRange", "RangeNotSatisfiable", "RequestHeaderFieldsTooLarge"), errors.BadContent),
-    "DiskFull": errors.CoordinatorFull,
-    **dict.fromkeys(("Unavailable", "NotReady", "Unreadable", "Damaged", "InternalError"), Unreachable),
-}
-PREFIX = "urn:sparrow:problem:"
-
-# Seconds. LONGEST_PAUSE bounds Retry-After.
+# Seconds.
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
-LONGEST_PAUSE = 900.0
 
 # Bytes read of an answer, of a refusal, and of a list (such as all devices).
 LARGEST_ANSWER = 1024 * 1024
 LARGEST_REFUSAL = 64 * 1024
 LARGEST_LIST = 64 * 1024 * 1024
 
-# Characters shown of a refusal.
-LONGEST_TEXT = 1000
-
 # After SLOW_SECONDS, an answer slower than this average (bytes/s) counts as interrupted.
 SLOWEST = 1024.0
 SLOW_SECONDS = 60.0
-Message = TypeVar("Message", bound=BaseModel)
 Found = TypeVar("Found")
 
 
@@ -131,6 +110,8 @@ class Connection:
         self.token: str | None = None
         # Whether a coordinator has answered at this address.
         self._known = False
+        # Longest body that the proxies of this connection accept, as far as known.
+        self._part: int | None = None
         # Transfer time of the last answer's body.
         self.body_seconds = 0.0
         self.traffic = Traffic()
@@ -141,7 +122,7 @@ class Connection:
 
     def ask_all(self, kind: type[Message], path: str) -> list[Message]:
         """Return all messages of a list."""
-        return self.call("GET", path, read=lambda answer: _read_all(kind, answer), most=LARGEST_LIST)
+        return self.call("GET", path, read=lambda answer: read_all(kind, answer), most=LARGEST_LIST)
 
     def call(
         self,
@@ -197,36 +178,48 @@ class Connection:
 
     def upload(
         self,
+        kind: Upload,
         path: str,
         body: bytes,
         headers: dict[str, str],
-        params: dict[str, str],
         read: Callable[[httpx.Response], Found],
+        **arguments: Any,
     ) -> Found:
-        """Send ``body``; after an interruption, send only the missing part."""
+        """Send ``body``; after an interruption, send only the missing part.
+
+        If a proxy refuses its length (413), send it in parts of half the length, and later bodies in such parts.
+        """
         digest = hashlib.sha256(body).hexdigest()
         size = len(body)
+        first = 0
         begun = False
-        headers = {**headers, "Sparrow-Update-SHA256": digest}
 
         def attempt() -> httpx.Response:
-            nonlocal begun
-            first = 0
-            if begun:
+            nonlocal first, begun
+            if begun and kind.resumes(size):
                 answer = self.exchange("GET", path, params={"sha256": digest})
                 if not answer.is_success:
                     return answer
                 first = min(message_of(UpdateReceived, answer).received, size)
             begun = True
-            length = str(size - first)
-            of = {"Content-Range": f"bytes {first}-{size - 1}/{size}" if first < size else f"bytes */{size}"}
-            of |= {"Content-Length": length}
-            content = self._counted(body[first:])
-            answer = self.exchange("PUT", path, content=content, headers={**headers, **of}, params=params)
-            # The received part has changed in the meantime: ask again.
-            if answer.status_code == 416:
-                raise httpx.RemoteProtocolError(detail_of(answer))
-            return answer
+            while True:
+                part = body[first : first + (self._part or size)]
+                sent = {**headers, "Content-Length": str(len(part))}
+                if len(part) < size or kind.resumes(size):
+                    last = first + len(part) - 1
+                    sent["Content-Range"] = f"bytes {first}-{last}/{size}" if part else f"bytes */{size}"
+                    sent[kind.digest_header] = digest
+                answer = self.exchange(kind.method, path, content=self._counted(part), headers=sent, **arguments)
+                if answer.status_code == 202:
+                    first = continued(answer, first, size)
+                elif answer.status_code == 413 and not is_problem(answer) and len(part) > SMALLEST_PART:
+                    self._part = max(len(part) // 2, SMALLEST_PART)
+                # The received part has changed in the meantime: ask again.
+                elif answer.status_code == 416:
+                    first = 0
+                    raise httpx.RemoteProtocolError(detail_of(answer))
+                else:
+                    return answer
 
         return self._patiently(attempt, read)
 
@@ -284,10 +277,9 @@ class Connection:
                     found = read(answer)
                     self._known = True
                     return found
-                # Once a coordinator has answered, refusals by another server (captive portal, proxy) are temporary.
-                if not passes(answer) and (is_problem(answer) or not self._known):
+                if not passes(answer) and (is_problem(answer) or not self._known or self._blocked(answer)):
                     raise self._refusal(answer)
-                passing = PROBLEMS.get(_type(answer), Unreachable)
+                passing = PROBLEMS.get(problem_type(answer), Unreachable)
                 kind = passing if issubclass(passing, Unreachable) else Unreachable
                 reason = f"HTTP {answer.status_code}: {detail_of(answer)}"
                 pause = pause_of(answer, 0.0)
@@ -319,15 +311,35 @@ class Connection:
     def _refusal(self, answer: httpx.Response) -> Refused:
         """Return the error for an answer that refuses the call for good."""
         if is_problem(answer):
-            kind = PROBLEMS.get(_type(answer), Refused)
+            kind = PROBLEMS.get(problem_type(answer), Refused)
             return (kind if issubclass(kind, Refused) else Refused)(answer.status_code, detail_of(answer))
         detail = detail_of(answer)
+        if self._known or answer.status_code in BY_PROXIES:
+            what = f"{answer.request.method} {answer.url.path}"
+            remedy = REMEDIES.get(answer.status_code, "let it pass")
+            by = "a proxy or firewall" if self._through is None else f"the proxy {self._through} or a firewall"
+            length = int(answer.request.headers.get("Content-Length", 0))
+            sized = f" with a body of {length:,} bytes" if answer.status_code == 413 else ""
+            return Blocked(answer.status_code, f"{by} before {self._client.base_url} refuses {what}{sized}; {remedy}")
         if self._through is not None:
             detail = f"{detail}, and the proxy {self._through}"
         # nginx, Caddy and Apache answer so.
         elif answer.status_code == 400 and answer.url.scheme == "http" and tls.speaks_tls(answer.url):
             detail = f"{detail}; {tls.USE_HTTPS}"
         return NoCoordinator(answer.status_code, detail)
+
+    def _blocked(self, answer: httpx.Response) -> bool:
+        """Return whether a server in between refuses this call, although the coordinator can be reached.
+
+        If it cannot, as behind a captive portal, the refusal is temporary.
+        """
+        if is_problem(answer) or answer.status_code < 400:
+            return False
+        try:
+            health = self.exchange("GET", "/healthz")
+            return health.is_success and health.json() == {"status": "ok"}
+        except (httpx.HTTPError, NoCoordinator, ValueError, RecursionError):
+            return False
 
     def _reason(self, error: Exception) -> str:
         """Return why a call got no answer."""
@@ -346,52 +358,3 @@ class Connection:
             f"{server} does not answer through the proxy {self._through} ({reason}); check the address and the "
             f"proxy, or {self._through.remedy}"
         )
-
-
-def message_of(kind: type[Message], answer: httpx.Response) -> Message:
-    """Return the message in the answer. Raises NoCoordinator for any other content, such as a proxy's page."""
-    try:
-        return kind.model_validate_json(answer.content)
-    except ValidationError:
-        raise NoCoordinator(answer.status_code, detail_of(answer)) from None
-
-
-def _read_all(kind: type[Message], answer: httpx.Response) -> list[Message]:
-    try:
-        return TypeAdapter(list[kind]).validate_json(answer.content)  # type: ignore[valid-type]
-    except ValidationError:
-        raise NoCoordinator(answer.status_code, detail_of(answer)) from None
-
-
-def pause_of(answer: httpx.Response, usual: float) -> float:
-    """Return the seconds in Retry-After, at most ``LONGEST_PAUSE``, or ``usual``."""
-    # Dates, its other form, are ignored: they would need a correct clock on this device.
-    text = answer.headers.get("Retry-After", "")
-    sensible = text.isascii() and text.isdecimal() and len(text) < 10
-    return min(float(text), LONGEST_PAUSE) if sensible else usual
-
-
-def passes(answer: httpx.Response) -> bool:
-    """Return whether the refusal is temporary."""
-    return answer.status_code in (408, 429) or answer.status_code >= 500
-
-
-def is_problem(answer: httpx.Response) -> bool:
-    """Return whether an answer is a problem document."""
-    return str(answer.headers.get("Content-Type", "")).startswith("application/problem+json")
-
-
-def _type(answer: httpx.Response) -> str:
-    """Return the type of a problem document without ``PREFIX``; empty if it has no type."""
-    try:
-        return str(answer.json()["type"]).removeprefix(PREFIX)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
-
-
-def detail_of(answer: httpx.Response) -> str:
-    """Return the text of a problem document."""
-    try:
-        return printable(str(answer.json()["detail"])[:LONGEST_TEXT])[:LONGEST_TEXT]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return f"The answer of {answer.url.host} is not from a Sparrow coordinator; check the address"

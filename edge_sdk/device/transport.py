@@ -22,10 +22,10 @@ from sparrow.protocol.signatures import MAX_STATEMENT, Published
 from sparrow.transport import httpx
 
 from ..errors import BadContent, Damaged, NoCoordinator, NotFound, NotInstalled, Refused, WrongSettings
-from .connection import LARGEST_LIST, Connection, Message, detail_of, is_problem, message_of, passes, pause_of
+from .answers import Message, detail_of, is_problem, message_of, passes, pause_of
+from .connection import LARGEST_LIST, Connection
+from .uploads import PUBLICATION, REPLACEMENT, UPDATE, Upload
 
-# Updates of at least this size resume after an interruption; smaller ones are sent again.
-RESUMED = 1024 * 1024
 # Doubled, because JSON within JSON escapes quotes.
 LARGEST_PUBLICATION = 2 * (MAX_MANIFEST + MAX_STATEMENT)
 # Bytes of a downloaded global model.
@@ -96,8 +96,12 @@ class Transport(Connection):
     def evaluation(self, name: str, body: bytes) -> messages.Evaluation:
         """Return the coordinator's evaluation of its global model. body: a safetensors file of inputs and targets."""
         path = f"/v1/federations/{name}/model/evaluation"
+        return self.send(messages.Evaluation, PUBLICATION, path, body, timeout=EVALUATION_TIMEOUT)
+
+    def send(self, kind: type[Message], call: Upload, path: str, body: bytes, **arguments: Any) -> Message:
+        """Send a file of tensors, in parts if necessary, and return the answer's message."""
         headers = {"Content-Type": checkpoint.MEDIA_TYPE}
-        return self.ask(messages.Evaluation, "POST", path, content=body, headers=headers, timeout=EVALUATION_TIMEOUT)
+        return self.upload(call, path, body, headers, lambda answer: message_of(kind, answer), **arguments)
 
     def trouble(self) -> str | None:
         """Return why the coordinator is not ready, or None. Does not retry."""
@@ -141,9 +145,11 @@ class Transport(Connection):
 
     def create_federation(self, body: bytes, media_type: str) -> messages.FederationInfo:
         """Create a federation. Raises WrongSettings, NotInstalled, NameTaken."""
-        path = "/v1/federations/from-model" if media_type == checkpoint.MEDIA_TYPE else "/v1/federations"
+        headers = {"Content-Type": media_type}
         try:
-            return self.ask(messages.FederationInfo, "POST", path, content=body, headers={"Content-Type": media_type})
+            if media_type == checkpoint.MEDIA_TYPE:
+                return self.send(messages.FederationInfo, PUBLICATION, "/v1/federations/from-model", body)
+            return self.ask(messages.FederationInfo, "POST", "/v1/federations", content=body, headers=headers)
         except NotInstalled:
             raise
         except BadContent as refused:
@@ -151,10 +157,7 @@ class Transport(Connection):
 
     def replace_model(self, name: str, body: bytes) -> messages.FederationInfo:
         """Replace the graphs of a federation's model. Raises DifferentFederation if its tensors differ."""
-        headers = {"Content-Type": checkpoint.MEDIA_TYPE}
-        return self.ask(
-            messages.FederationInfo, "PATCH", f"/v1/federations/{name}/model", content=body, headers=headers
-        )
+        return self.send(messages.FederationInfo, REPLACEMENT, f"/v1/federations/{name}/model", body)
 
     def compare_federation(self, name: str, wanted: messages.CompareFederation) -> messages.FederationInfo | None:
         """Return the federation if it matches ``wanted``; None if it does not exist. Raises DifferentFederation."""
@@ -318,9 +321,7 @@ class Transport(Connection):
         if goes_on:
             headers["Accept"] = messages.ASSIGNMENT_TYPE
             params = _holding(mask, model)
-        if len(body) < RESUMED:
-            return self.call("PUT", path, read=read, content=body, headers=headers, params=params)
-        return self.upload(path, body, headers, params, read)
+        return self.upload(UPDATE, path, body, headers, read, params=params)
 
     def payload(self, assignment_id: str, payload: messages.Payload) -> bytes:
         """Return an assignment's bundle, sent with the assignment or downloaded. Raises Damaged."""

@@ -17,7 +17,7 @@ import sparrow.graphs
 import sparrow.protocol
 import sparrow.simulation
 from edge_sdk import errors
-from edge_sdk.device.connection import PROBLEMS
+from edge_sdk.device.answers import PROBLEMS
 from edge_sdk.errors import Refused, SdkError, SystemFailed, Unreachable, translated
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.calls import problems

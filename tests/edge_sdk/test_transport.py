@@ -15,18 +15,19 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
+from edge_sdk.device.answers import LONGEST_PAUSE
 from edge_sdk.device.connection import (
     FIRST_WAIT,
     LARGEST_ANSWER,
     LARGEST_LIST,
     LARGEST_REFUSAL,
-    LONGEST_PAUSE,
     LONGEST_WAIT,
 )
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import (
     BadArgument,
     BadContent,
+    Blocked,
     Damaged,
     DifferentUpdate,
     FederationDeleted,
@@ -444,10 +445,65 @@ def test_another_server_in_between_is_waited_out_but_not_at_first():
     portal = httpx.Response(403, text="<html>please log in</html>")
     with pytest.raises(Refused, match=r"\bcoordinator\b.*\(HTTP \d+\)"):
         Network(portal).transport.change_device("d", CHANGE)
-    network = Network(fine(), portal, portal, fine())
+    # Each refusal is followed by a look at /healthz.
+    network = Network(fine(), portal, portal, portal, portal, fine())
     network.transport.change_device("d", CHANGE)
     network.transport.change_device("d", CHANGE)
     assert len(network.slept) == 2
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 405, 407, 411, 414, 431, 451])
+def test_a_server_in_between_that_refuses_one_call_ends_it(status):
+    def proxy(request):
+        if request.url.path == "/healthz":
+            return httpx.Response(200, json={"status": "ok"})
+        return fine() if request.method == "GET" else httpx.Response(status, text="<html>no</html>")
+
+    network = Network(proxy)
+    network.transport.call("GET", "/v1/anything", headers={})
+    with pytest.raises(Blocked, match=rf"refuses PATCH /v1/devices/d; .* \(HTTP {status}\)"):
+        network.transport.change_device("d", CHANGE)
+    assert network.slept == []
+
+
+@pytest.mark.parametrize("status", [407, 411, 413, 414, 431])
+def test_statuses_of_proxies_are_known_at_the_first_call(status):
+    with pytest.raises(Blocked, match="a proxy or firewall before http://coordinator refuses GET"):
+        Network(httpx.Response(status, text="<html>no</html>")).transport.federations()
+
+
+class Limiting:
+    """A proxy that refuses bodies beyond a limit, before a server that collects parts."""
+
+    def __init__(self, limit):
+        self.limit, self.received, self.refused = limit, b"", 0
+
+    def __call__(self, request):
+        if len(request.read()) > self.limit:
+            self.refused += 1
+            return httpx.Response(413, text="<html>too large</html>")
+        span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", request.headers.get("Content-Range", ""))
+        if span is None:
+            self.received = request.content
+            return fine()
+        first, last, total = map(int, span.groups())
+        assert len(request.content) == last + 1 - first
+        self.received = self.received[:first] + request.content
+        return httpx.Response(202, json={"received": last + 1}) if last + 1 < total else fine()
+
+
+@pytest.mark.parametrize("size", [20_000, 100_000, 1_100_000])
+@pytest.mark.parametrize("limit", [16_384, 17_000, 2_000_000])
+def test_a_body_beyond_a_limit_is_sent_in_parts(size, limit):
+    body = random.Random(0).randbytes(size)
+    proxy = Limiting(limit)
+    transport = Network(proxy).transport
+    transport.update("a", body, "application/x")
+    assert proxy.received == body
+    refused = proxy.refused
+    transport.update("a", body, "application/x")
+    assert proxy.received == body
+    assert proxy.refused == refused, "later bodies begin with the length that was accepted"
 
 
 @pytest.mark.parametrize(

@@ -347,10 +347,10 @@ class Nursery:
 
         ``resumed``: updates of so many bytes go on where a connection broke, instead of only large ones.
         """
-        waits, transport = "edge_sdk.device.connection", "edge_sdk.device.transport"
+        waits, uploads = "edge_sdk.device.connection", "edge_sdk.device.uploads"
         constants: dict[str, Any] = {f"{waits}.FIRST_WAIT": 0.1, f"{waits}.LONGEST_WAIT": 1.0}
         if resumed is not None:
-            constants[f"{transport}.RESUMED"] = resumed
+            constants[f"{uploads}.RESUMED"] = resumed
         child = self.fork(program, arguments, log, constants=constants)
         return Device(name, child.pid, log, child.poll)
 

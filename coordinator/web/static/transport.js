@@ -11,6 +11,7 @@ const FIRST_WAIT = 0.5, LONGEST_WAIT = 30, LONGEST_PAUSE = 900;
 const LARGEST_ANSWER = 1024 * 1024, LARGEST_REFUSAL = 64 * 1024;
 const LARGEST_PUBLICATION = 2 * (16 + 4) * 1024 * 1024; // of a manifest and a statement, with JSON escapes
 const RESUMED = 1024 * 1024;
+const SMALLEST_PART = 16 * 1024;
 const TIMEOUT = 30, SLOW_SECONDS = 60, SLOWEST = 1024;
 const ASSIGNMENT_TYPE = "application/vnd.sparrow.assignment";
 const BUNDLE_TYPE = "application/octet-stream";
@@ -135,7 +136,6 @@ export class Transport {
       this.renewalDue ||= answer.headers.has("Sparrow-Renew-Token");
       return this.withPayload(answer, checkAccepted).next ?? null;
     };
-    if (body.length < RESUMED) return this.call("PUT", path, { body, headers, read });
     return this.upload(path, body, headers, read);
   }
 
@@ -163,23 +163,35 @@ export class Transport {
     return this.patiently(() => this.once(method, path, options), read);
   }
 
-  /** Send `body`; after an interruption only the missing part. */
+  /** Send `body`; after an interruption only the missing part, and in parts if a proxy refuses its length (413). */
   async upload(path, body, headers, read) {
     const digest = await digestHex(body);
-    let begun = false;
+    const resumes = body.length >= RESUMED;
+    let begun = false, first = 0;
     const attempt = async () => {
-      let first = 0;
-      if (begun) {
+      if (begun && resumes) {
         const answer = await this.once("GET", `${path}?sha256=${digest}`);
         if (answer.status !== 200) return answer;
         first = Math.min(Number(jsonOf(answer.bytes).received) || 0, body.length);
       }
       begun = true;
-      const range = first < body.length ? `bytes ${first}-${body.length - 1}/${body.length}` : `bytes */${body.length}`;
-      const more = { ...headers, "Sparrow-Update-SHA256": digest, "Content-Range": range };
-      const answer = await this.once("PUT", path, { body: body.subarray(first), headers: more });
-      if (answer.status === 416) throw new NoAnswer("the coordinator's part of the upload changed");
-      return answer;
+      for (;;) {
+        const part = body.subarray(first, first + (this.part ?? body.length));
+        const range = part.length ? `bytes ${first}-${first + part.length - 1}/${body.length}` : `bytes */${body.length}`;
+        const ranged = resumes || part.length < body.length;
+        const more = ranged ? { "Sparrow-Update-SHA256": digest, "Content-Range": range } : {};
+        const answer = await this.once("PUT", path, { body: part, headers: { ...headers, ...more } });
+        if (answer.status === 202) {
+          const received = jsonOf(answer.bytes).received;
+          if (!(received > first && received < body.length)) throw new NoAnswer("the coordinator's part of the upload changed");
+          first = received;
+        } else if (answer.status === 413 && !refusalOf(answer) && part.length > SMALLEST_PART) {
+          this.part = Math.max(Math.floor(part.length / 2), SMALLEST_PART);
+        } else if (answer.status === 416) {
+          first = 0;
+          throw new NoAnswer("the coordinator's part of the upload changed");
+        } else return answer;
+      }
     };
     return this.patiently(attempt, read);
   }

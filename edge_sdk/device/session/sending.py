@@ -24,7 +24,7 @@ from sparrow.protocol.messages import (
 )
 from sparrow.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 
-from ...errors import NotAllowed, NotAuthenticated, NotFound, Refused, RoundOver
+from ...errors import Blocked, NotAllowed, NotAuthenticated, NotFound, Refused, RoundOver
 from ...methods import DeviceState
 from ..local_noise import WITHHELD
 from ..state import Pending, StateFolder, Totals
@@ -126,7 +126,7 @@ class Sending(Judging):
                 log.info("the update was no longer needed: %s", error.detail)
                 self._owe_as_before(pending)
                 self._say_what_stays(pending)
-            except (NotAuthenticated, NotAllowed):
+            except (NotAuthenticated, NotAllowed, Blocked):
                 raise
             except Refused as refusal:
                 # It would be refused again: keep the local step, and release the round.

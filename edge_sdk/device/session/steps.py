@@ -54,7 +54,14 @@ TRAINING = (Kind.train, Kind.personalise, Kind.prepare)
 FIRST_REST = 5.0
 LONGEST_REST = 900.0
 # Refusals of the device itself. It retries after any other, which may be a fault of the coordinator.
-FINAL = (errors.NotAuthenticated, errors.NotAllowed, errors.NameTaken, errors.FederationOver, errors.FederationDeleted)
+FINAL = (
+    errors.NotAuthenticated,
+    errors.NotAllowed,
+    errors.Blocked,
+    errors.NameTaken,
+    errors.FederationOver,
+    errors.FederationDeleted,
+)
 
 Answer = TypeVar("Answer")
 

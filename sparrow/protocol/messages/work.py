@@ -137,6 +137,6 @@ class UpdateAccepted(Answer):
 
 
 class UpdateReceived(Answer):
-    """Progress of an interrupted update."""
+    """Progress of an interrupted update, or of a body that is sent in parts."""
 
     received: int = Field(description="Bytes received; send the rest with Content-Range")

@@ -1,0 +1,121 @@
+"""Answers of a coordinator, and of proxies in between: messages, problem documents, remedies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from sparrow.command_line.table import printable
+from sparrow.protocol.messages import UpdateReceived
+from sparrow.transport import httpx
+
+from .. import errors
+from ..errors import NoCoordinator, Refused, Unreachable
+
+_ALIKE = (
+    errors.NotAuthenticated,
+    errors.TokenExpired,
+    errors.NotAllowed,
+    errors.NotFound,
+    errors.NoGlobalModel,
+    errors.NameTaken,
+    errors.DifferentFederation,
+    errors.WrongState,
+    errors.DifferentUpdate,
+    errors.FederationDeleted,
+    errors.BadContent,
+    errors.TooManyRequests,
+)
+# Type of a problem document, without ``PREFIX`` -> exception; other types raise ``Refused``. ``Unreachable`` ones are
+# temporary and raised when the caller's patience ends.
+PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
+    **{kind.__name__: kind for kind in _ALIKE},
+    **dict.fromkeys(("CrossSite", "WrongHost"), errors.NotAllowed),
+    "RoundClosed": errors.RoundOver,
+    "Finished": errors.FederationOver,
+    **dict.fromkeys(("NoSuchMethod", "NoSuchTask"), errors.NotInstalled),
+    **dict.fromkeys(("InvalidRequest", "LengthRequired", "TooLarge", "WrongMediaType"), errors.BadContent),
+    **dict.fromkeys(("WrongRange", "RangeNotSatisfiable", "RequestHeaderFieldsTooLarge"), errors.BadContent),
+    "DiskFull": errors.CoordinatorFull,
+    **dict.fromkeys(("Unavailable", "NotReady", "Unreadable", "Damaged", "InternalError"), Unreachable),
+}
+PREFIX = "urn:sparrow:problem:"
+
+# Bounds the seconds of Retry-After.
+LONGEST_PAUSE = 900.0
+
+# Characters shown of a refusal.
+LONGEST_TEXT = 1000
+Message = TypeVar("Message", bound=BaseModel)
+
+# Statuses with which proxies refuse calls, never a coordinator without a problem document.
+BY_PROXIES = (407, 411, 413, 414, 431)
+REMEDIES = {
+    403: "let it pass calls with GET, POST, PUT, PATCH and DELETE",
+    405: "let it pass calls with GET, POST, PUT, PATCH and DELETE",
+    407: "give it a name and password: http://NAME:PASSWORD@HOST:PORT",
+    411: "let it pass bodies with a Content-Length",
+    413: "raise its limit (nginx: client_max_body_size; Caddy: request_body)",
+    414: "raise its limit of an address's length (nginx: large_client_header_buffers)",
+    431: "raise its limit of the headers' length (nginx: large_client_header_buffers)",
+}
+
+
+def message_of(kind: type[Message], answer: httpx.Response) -> Message:
+    """Return the message in the answer. Raises NoCoordinator for any other content, such as a proxy's page."""
+    try:
+        return kind.model_validate_json(answer.content)
+    except ValidationError:
+        raise NoCoordinator(answer.status_code, detail_of(answer)) from None
+
+
+def read_all(kind: type[Message], answer: httpx.Response) -> list[Message]:
+    """Return the messages of a list in the answer. Raises NoCoordinator for any other content."""
+    try:
+        return TypeAdapter(list[kind]).validate_json(answer.content)  # type: ignore[valid-type]
+    except ValidationError:
+        raise NoCoordinator(answer.status_code, detail_of(answer)) from None
+
+
+def pause_of(answer: httpx.Response, usual: float) -> float:
+    """Return the seconds in Retry-After, at most ``LONGEST_PAUSE``, or ``usual``."""
+    # Dates, its other form, are ignored: they would need a correct clock on this device.
+    text = answer.headers.get("Retry-After", "")
+    sensible = text.isascii() and text.isdecimal() and len(text) < 10
+    return min(float(text), LONGEST_PAUSE) if sensible else usual
+
+
+def passes(answer: httpx.Response) -> bool:
+    """Return whether the refusal is temporary."""
+    return answer.status_code in (408, 429) or answer.status_code >= 500
+
+
+def is_problem(answer: httpx.Response) -> bool:
+    """Return whether an answer is a problem document."""
+    return str(answer.headers.get("Content-Type", "")).startswith("application/problem+json")
+
+
+def problem_type(answer: httpx.Response) -> str:
+    """Return the type of a problem document without ``PREFIX``; empty if it has no type."""
+    try:
+        return str(answer.json()["type"]).removeprefix(PREFIX)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def detail_of(answer: httpx.Response) -> str:
+    """Return the text of a problem document."""
+    try:
+        return printable(str(answer.json()["detail"])[:LONGEST_TEXT])[:LONGEST_TEXT]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return f"The answer of {answer.url.host} is not from a Sparrow coordinator; check the address"
+
+
+def continued(answer: httpx.Response, first: int, size: int) -> int:
+    """Return the position of the next part. Raises NoCoordinator if the answer names none after ``first``."""
+    received = message_of(UpdateReceived, answer).received
+    if not first < received < size:
+        raise NoCoordinator(answer.status_code, f"it has received {received:,} bytes of {size:,}")
+    return received

@@ -1,0 +1,28 @@
+"""Calls whose bodies may be sent in parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Updates of at least this size resume after an interruption.
+RESUMED = 1024 * 1024
+# Bytes of the smallest part in which a body is sent.
+SMALLEST_PART = 16 * 1024
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A call whose body may be sent in parts. resumable: whether the server says how many bytes it has received."""
+
+    method: str
+    digest_header: str
+    resumable: bool = False
+
+    def resumes(self, size: int) -> bool:
+        """Return whether a body of this size resumes after an interruption; a smaller one is sent again."""
+        return self.resumable and size >= RESUMED
+
+
+UPDATE = Upload("PUT", "Sparrow-Update-SHA256", resumable=True)
+PUBLICATION = Upload("POST", "Sparrow-Body-SHA256")
+REPLACEMENT = Upload("PATCH", "Sparrow-Body-SHA256")
