@@ -320,7 +320,10 @@ class Connection:
             by = "a proxy or firewall" if self._through is None else f"the proxy {self._through} or a firewall"
             length = int(answer.request.headers.get("Content-Length", 0))
             sized = f" with a body of {length:,} bytes" if answer.status_code == 413 else ""
-            return Blocked(answer.status_code, f"{by} before {self._client.base_url} refuses {what}{sized}; {remedy}")
+            return Blocked(
+                answer.status_code,
+                f"{by} before {self._client.base_url} refuses {what}{sized} with HTTP {answer.status_code}; {remedy}",
+            )
         if self._through is not None:
             detail = f"{detail}, and the proxy {self._through}"
         # nginx, Caddy and Apache answer so.

@@ -461,7 +461,7 @@ def test_a_server_in_between_that_refuses_one_call_ends_it(status):
 
     network = Network(proxy)
     network.transport.call("GET", "/v1/anything", headers={})
-    with pytest.raises(Blocked, match=rf"refuses PATCH /v1/devices/d; .* \(HTTP {status}\)"):
+    with pytest.raises(Blocked, match=rf"refuses PATCH /v1/devices/d with HTTP {status}; "):
         network.transport.change_device("d", CHANGE)
     assert network.slept == []
 

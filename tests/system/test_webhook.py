@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hmac
 
-import httpx
 import pytest
+
+from sparrow.transport import httpx
 
 from ..coordinator.receiver import receiving
 from .conftest import Coordinator, wait_until
