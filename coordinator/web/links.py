@@ -105,8 +105,7 @@ def _reachable(server: str) -> tuple[str, str | None]:
     if own is None:
         raise BadContent(
             f"phones cannot reach {host}, and this machine is not connected to a network; connect it, or give "
-            f"an address that "
-            f"phones can reach"
+            "an address that phones can reach"
         )
     netloc = in_url(own) if port is None else f"{in_url(own)}:{port}"
     return f"{parts.scheme}://{netloc}{parts.path.rstrip('/')}", own

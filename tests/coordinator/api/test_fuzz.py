@@ -245,9 +245,9 @@ def test_a_running_coordinator_answers_and_keeps_no_file_and_no_memory(
     ask(client, headers)
     blobs = [path for path in (tmp_path / "data" / "blobs").rglob("*") if path.is_file()]
     assert not [path for path in blobs if path.suffix == ".partial"]
-    # The three graphs, the model and the one before while it may be asked for, and nothing of any update.
+    # The three graphs, the newest three models, the best one, and every tenth; nothing of any update.
     assert not [path for path in blobs if "updates" in path.parts]
-    assert len(blobs) <= 6
+    assert len(blobs) <= 10
     assert {path.name for path in (tmp_path / "data").iterdir()} <= {
         "blobs",
         "clock.json",
