@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from edge_sdk.device import trainable
 
-from .command_line.command import Command, Parser, ended, interruptible
+from .command_line.command import Command, Parser, ended, interruptible, open_streams
 from .command_line.exits import Exit
 from .command_line.nearest import nearest
 from .protocol.errors import MissingPart
@@ -110,6 +110,7 @@ def build(parents: Callable[[str], Sequence[Parser]] = lambda name: ()) -> Parse
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``sparrow`` and return its exit code. Raises SystemExit for help and wrong usage."""
+    open_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     words = ["--version"] if words == ["version"] else words
     if not words or words[0] not in COMMANDS:

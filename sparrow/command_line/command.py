@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import select
 import signal
@@ -124,6 +125,7 @@ class Command:
 
     def main(self, arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
         """Run the command and return its exit code. Raises SystemExit for --help and wrong usage."""
+        open_streams()
         parser = self.parser(prog)
         words = sys.argv[1:] if arguments is None else list(arguments)
         # A noun by itself, such as "sparrow federation", shows what can be done with it.
@@ -131,6 +133,17 @@ class Command:
             words = ["--help"]
         options = parser.parse_args(words)
         return ended(parser.prog, lambda: self.run(options), shown=getattr(options, "traceback", False))
+
+
+def open_streams() -> None:
+    """Open closed standard streams on the null device, and escape characters that the output cannot encode."""
+    # In this order, because each takes the lowest free descriptor: no other file becomes a standard stream.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def ended(prog: str, work: Callable[[], int | None], *, shown: bool = False) -> int:
