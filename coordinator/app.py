@@ -43,6 +43,7 @@ from .models.global_models import Models
 from .models.payloads import Packed
 from .models.retention import Retention
 from .reports.device_list import DeviceLists
+from .reports.federation_list import FederationList
 from .reports.metrics import Metrics
 from .reports.open_work import OpenAssignments
 from .reports.overview import Overviews
@@ -174,6 +175,7 @@ class Coordinator:
         self.page_steps = Steps(self.stopping)
         self.device_lists = DeviceLists(self.store, clock, lambda: self.polling.longest() + self.last_seen.lag)
         self.timeline = Timeline(self.store)
+        self.summaries = FederationList(self.store)
         self.overviews = Overviews(
             self.store,
             self.models,

@@ -135,6 +135,7 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
     for module in (device_calls, devices, federations, tokens, status, pages, sign_in):
         app.include_router(module.router)
     app.include_router(federations.settings_router)
+    app.include_router(federations.summaries_router)
     problems.install(app)
     return app
 

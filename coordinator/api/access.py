@@ -93,10 +93,15 @@ def is_admin(identity: Identity) -> bool:
 def may_look(identity: Identity) -> bool:
     """Return whether the caller is an observer of any federation, or an administrator. Raises WrongHost."""
     try:
-        _need(identity, own_federation(identity), "observer", "admin")
+        check_observer(identity, own_federation(identity))
     except NotAuthenticated:
         return False
     return True
+
+
+def check_observer(identity: Identity, federation: str | None) -> None:
+    """Raise NotAuthenticated, WrongHost unless the caller may observe this federation, or all if None."""
+    _need(identity, federation, "observer", "admin")
 
 
 def own_federation(identity: Identity) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Response
 
@@ -10,6 +10,7 @@ from sparrow.protocol.messages import (
     ChangeDevice,
     DeviceHistory,
     DeviceInfo,
+    DeviceRound,
     DeviceStates,
     Doing,
     Enrol,
@@ -34,6 +35,7 @@ from .access import (
     check_admin,
 )
 from .packing import PackedRoute
+from .spreadsheets import as_csv
 
 router = APIRouter(prefix="/v1", tags=["devices"], route_class=PackedRoute)
 
@@ -81,16 +83,18 @@ def device_states(
     return coordinator.device_lists.states(name, most)
 
 
-@router.get("/devices/{device_id}", dependencies=[ObserverOnly])
+@router.get("/devices/{device_id}", dependencies=[ObserverOnly], response_model=DeviceHistory)
 def get_device(
     device_id: str,
     coordinator: TheCoordinator,
     most: Annotated[int, Query(ge=1, le=10_000, description="Most pieces of work, the newest first")] = 200,
-) -> DeviceHistory:
+    format: Literal["json", "csv"] = "json",
+) -> DeviceHistory | Response:
     """Return a device and its history: accuracy, loss, seconds, bytes and joules of each piece of work, or why it
-    failed.
+    failed. As CSV, only the work.
     """
-    return coordinator.device_lists.history(device_id, most)
+    found = coordinator.device_lists.history(device_id, most)
+    return found if format == "json" else as_csv(DeviceRound, found.work)
 
 
 async def _itself(device_id: str, identity: TheIdentity) -> bool:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import hashlib
-import io
-import json
-from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
 from sparrow.protocol import checkpoint
@@ -34,7 +29,7 @@ from sparrow.protocol.messages import (
     RoundRecord,
     UpdateReceived,
 )
-from sparrow.protocol.overview import Overview
+from sparrow.protocol.overview import Overview, Summaries
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import Published
 
@@ -42,9 +37,10 @@ from ..app import Coordinator
 from ..calls.bodies import LARGEST_REQUEST, ranged, read_body
 from ..calls.signals import LongPoll
 from ..errors import WrongMediaType, callers_data
+from ..fleet.access import Holder
 from ..fleet.checks import completed
 from ..fleet.choices import choices
-from ..reports.timeline import EventQuery
+from ..reports.timeline import EventQuery, Owner
 from ..storage.events import MOST_EVENTS
 from ..web import links
 from ..web.steps import check_ratio
@@ -55,14 +51,19 @@ from .access import (
     ProspectiveMemberOnly,
     TheCoordinator,
     TheIdentity,
+    check_observer,
+    is_admin,
     observer,
+    own_federation,
 )
 from .live import follow, seen_by
 from .middleware.authentication import Identity, identify
 from .packing import HEADERS, PackedRoute, packed_events, takes_gzip
+from .spreadsheets import as_csv
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"], route_class=PackedRoute)
 settings_router = APIRouter(prefix="/v1/settings", tags=["federations"], route_class=PackedRoute)
+summaries_router = APIRouter(prefix="/v1/summaries", tags=["federations"], route_class=PackedRoute)
 
 JSON_TYPE = "application/json"
 
@@ -142,6 +143,18 @@ def list_federations(coordinator: TheCoordinator) -> list[FederationInfo]:
     return coordinator.federations.list()
 
 
+@summaries_router.get("")
+def list_summaries(coordinator: TheCoordinator, identity: TheIdentity) -> Summaries:
+    """Return a line on each federation that the caller may observe, the newest first."""
+    only = own_federation(identity)
+    check_observer(identity, only)
+    return Summaries(
+        federations=tuple(coordinator.summaries.list(only)),
+        may_change=is_admin(identity),
+        signed_in=isinstance(identity.caller, Holder),
+    )
+
+
 @router.get("/{name}", dependencies=[ProspectiveMemberOnly])
 def get_federation(name: str, coordinator: TheCoordinator) -> FederationInfo:
     """Return the state of a federation."""
@@ -182,7 +195,7 @@ def get_rounds(
 ) -> list[RoundRecord] | Response:
     """Return one record per round, as JSON or CSV."""
     records = coordinator.records.rounds(name)
-    return records if format == "json" else Response(_csv(RoundRecord, records), media_type="text/csv")
+    return records if format == "json" else as_csv(RoundRecord, records)
 
 
 @router.get("/{name}/rounds/{number}/reports", dependencies=[ObserverOnly])
@@ -219,18 +232,6 @@ async def get_open_work(
         poll.end()
 
 
-def _csv(form: type[BaseModel], records: Sequence[BaseModel]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(form.model_fields))
-    writer.writeheader()
-    for record in records:
-        row = record.model_dump(mode="json")
-        writer.writerow(
-            {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in row.items()}
-        )
-    return text.getvalue()
-
-
 @router.get("/{name}/overview", dependencies=[ObserverOnly])
 def get_overview(name: str, coordinator: TheCoordinator, identity: TheIdentity) -> Overview:
     """Return an overview of bounded size: rounds merged into a few points, and counts of devices."""
@@ -262,6 +263,10 @@ def get_timeline(
     name: str,
     coordinator: TheCoordinator,
     device: Annotated[str | None, Query(max_length=64, description="Name of one device")] = None,
+    of: Annotated[
+        Owner | None,
+        Query(description="Only events of the federation itself, of its devices, or for the marks of charts"),
+    ] = None,
     kinds: Annotated[list[EventKind] | None, Query(alias="kind", description="All kinds if omitted")] = None,
     before: Annotated[int | None, Query(ge=0, le=2**53, description="Only older ones than this id")] = None,
     after: Annotated[int | None, Query(ge=0, le=2**53, description="Only newer ones than this id")] = None,
@@ -269,8 +274,8 @@ def get_timeline(
     format: Literal["json", "csv"] = "json",
 ) -> Events | Response:
     """Return events of the federation and its devices, the newest first, as JSON or CSV."""
-    found = coordinator.timeline.look(name, EventQuery(device, tuple(kinds or ()), before, after, limit))
-    return found if format == "json" else Response(_csv(Event, found.events), media_type="text/csv")
+    found = coordinator.timeline.look(name, EventQuery(device, of, tuple(kinds or ()), before, after, limit))
+    return found if format == "json" else as_csv(Event, found.events)
 
 
 @router.post("/{name}/join-link", dependencies=[ObserverOnly])

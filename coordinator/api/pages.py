@@ -21,10 +21,10 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/")
 def index(request: Request, coordinator: TheCoordinator, identity: TheIdentity) -> Response:
-    """Return the operator's page of ``?federation=``, or of the newest federation."""
+    """Return the operator's page: of ``?federation=``, or of the only federation, otherwise the list of all."""
     if not may_look(identity):
         return sign_in.form(request, again=identity.failure is not None)
-    federation = own_federation(identity) or coordinator.overviews.newest() or ""
+    federation = own_federation(identity) or coordinator.summaries.only() or ""
     return _file(request, dashboard.load("index.html").filled(federation=federation), dashboard.HEADERS)
 
 

@@ -23,6 +23,7 @@ from ..fleet.federations import Federations
 from ..models.global_models import Models, settings_of
 from ..rounds.assignments import COHORT_KINDS, JUDGING_KINDS, UNCOUNTED, open_round
 from ..rounds.candidates import smallest_budget
+from ..storage import events
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation, Round
 from .device_list import FAILING, NOT_EXPORTED, DeviceLists
@@ -83,11 +84,6 @@ class Overviews:
         self._devices = devices
         self._clock = clock
 
-    def newest(self) -> str | None:
-        """Return the name of the newest federation, or None."""
-        with self._store.reading() as db:
-            return db.scalar(select(Federation.name).order_by(Federation.id.desc()).limit(1))
-
     def look(self, name: str, since: int | None = None) -> Overview:
         """Return the current overview; with ``since``, points from shortly before that round on. Raises NotFound."""
         federation_id = self._records.refresh(name)
@@ -122,6 +118,7 @@ class Overviews:
                 failing=totals.failing,
                 not_exported=totals.not_exported,
                 notices=(*_failures(db, federation), *sums, *self._notices(info, doing, evaluated)),
+                newest_event=events.newest(db, federation.id),
             )
 
     def _notices(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, func, or_, select
 
 from sparrow.protocol.events import Event as Told
 from sparrow.protocol.events import EventKind, Events
@@ -15,6 +16,9 @@ from ..fleet.federations import find
 from ..storage.store import Store
 from ..storage.tables import Event
 
+Owner = Literal["federation", "devices", "marked"]
+"""Whose events: of the federation itself, of its devices, or those that charts mark: its own and devices' failures."""
+
 
 @dataclass(frozen=True)
 class EventQuery:
@@ -22,6 +26,8 @@ class EventQuery:
 
     # Name of the device.
     device: str | None = None
+    # Whose events.
+    of: Owner | None = None
     kinds: tuple[EventKind, ...] = ()
     # Ids, exclusive.
     before: int | None = None
@@ -42,6 +48,8 @@ class Timeline:
             those = [Event.federation_id == find(db, federation_name).id]
             if query.device is not None:
                 those.append(Event.device == query.device)
+            if query.of is not None:
+                those.append(_OF[query.of])
             if query.kinds:
                 those.append(Event.kind.in_([kind.value for kind in query.kinds]))
             total = db.scalar(select(func.count()).select_from(Event).where(*those)) or 0
@@ -52,6 +60,13 @@ class Timeline:
             page = select(Event).where(*those).order_by(Event.id.desc()).limit(query.limit)
             told = tuple(tell(each) for each in db.scalars(page))
         return Events(events=told, total=total)
+
+
+_OF: dict[Owner, ColumnElement[bool]] = {
+    "federation": Event.device.is_(None),
+    "devices": Event.device.is_not(None),
+    "marked": or_(Event.device.is_(None), Event.kind == EventKind.failed.value),
+}
 
 
 def tell(event: Event) -> Told:

@@ -6,7 +6,7 @@ and resumes all day must not displace the operator's rollbacks.
 
 from __future__ import annotations
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from sparrow.protocol.events import EventKind
@@ -29,6 +29,11 @@ def record(
     db.flush()
     if event.id % PRUNE_EVERY == 0:
         _prune(db, event)
+
+
+def newest(db: Session, federation_id: int) -> int:
+    """Return the id of a federation's newest event, or 0."""
+    return db.scalar(select(func.max(Event.id)).where(Event.federation_id == federation_id)) or 0
 
 
 def _prune(db: Session, newest: Event) -> None:

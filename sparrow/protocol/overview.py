@@ -75,6 +75,28 @@ class FederationLine(Answer):
     rounds: int
 
 
+class FederationSummary(FederationLine):
+    """A federation in a line, for the list of all federations."""
+
+    reason: str | None = Field(default=None, description="Reason of its end")
+    created_at: str
+    devices: int
+    failed: int = Field(description="Devices whose last work failed")
+    away: int = Field(description="Devices away after a missed deadline, silence or leaving")
+    paused: int = Field(description="Devices that their policy pauses")
+    accuracy: float | None = Field(description="Mean of the accuracies that devices reported last")
+    heard_at: str | None = Field(description="Time of the last call of a device, to about 15 seconds")
+    warning: str | None = Field(description="The method's last warning")
+
+
+class Summaries(Answer):
+    """All federations that the caller may observe, the newest first, at most a thousand."""
+
+    federations: tuple[FederationSummary, ...]
+    may_change: bool = Field(default=False, description="Whether the caller may create federations")
+    signed_in: bool = Field(default=False, description="Whether the caller has an operator's token")
+
+
 class Notice(Answer):
     """A notice for an operator."""
 
@@ -111,6 +133,7 @@ class Overview(Answer):
     failing: int = Field(description="Number of devices whose work fails or that could not join")
     not_exported: int = Field(description="Number of devices that have not exported their personal model")
     notices: tuple[Notice, ...]
+    newest_event: int = Field(default=0, description="Id of the newest event of the timeline; 0 before the first")
     enrolment_guarded: bool = Field(default=False, description="Whether a device needs an enrolment token to join")
     may_change: bool = Field(default=False, description="Whether the caller may change the federation")
     makes_tokens: bool = Field(default=False, description="Whether the caller may make and revoke tokens")

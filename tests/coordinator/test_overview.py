@@ -155,7 +155,8 @@ def test_notices_tell_what_an_operator_should_know(coordinator):
 def test_no_federation_of_this_name(coordinator):
     with pytest.raises(NotFound, match="there is no federation 'none'"):
         coordinator.overviews.look("none")
-    assert coordinator.overviews.newest() is None
+    assert coordinator.summaries.only() is None
+    assert coordinator.summaries.list() == []
 
 
 @pytest.mark.parametrize(

@@ -467,7 +467,7 @@ def test_a_fleet_of_ten_thousand_and_a_thousand_rounds(new_coordinator, open_pag
     expect(page.locator("#count")).to_have_text("1 to 50 of 10,000 devices")
     expect(page.get_by_role("figure", name="Accuracy").locator("canvas")).to_be_visible()
     own = [request for request in page.requests if not request.url.endswith(("uPlot.js", "uPlot.css"))]
-    assert len(own) <= 12, [request.url for request in own]
+    assert len(own) <= 14, [request.url for request in own]
     stream = server.http.stream("GET", "/v1/federations/large/events")
     with stream as events:
         first = next(line for line in events.iter_lines() if line.startswith("data"))

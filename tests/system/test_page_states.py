@@ -162,11 +162,11 @@ def test_the_first_screen_answers_five_questions_while_a_federation_runs(
     for column in (1, 4):
         expect(first_round.nth(column)).to_contain_text("%")
     compared.get_by_text("As a table").click()
-    page.locator("#devices tbody th button").first.click()
-    history = page.get_by_role("dialog")
+    page.locator("#devices tbody th a").first.click()
+    history = page.locator("#device-view")
     for what in ("Accuracy", "Loss", "Seconds", "Bytes", "Joules"):
         expect(history.get_by_role("figure", name=f"{what} of this device").locator("canvas")).to_be_visible()
-    page.keyboard.press("Escape")
+    page.get_by_role("link", name="All devices").click()
     if size[0] == 1280:
         look_at(page, pictures, "running")
 
@@ -180,14 +180,15 @@ def test_a_device_that_fails_is_found_with_its_reason(grown, open_page, pictures
     expect(page.locator("#devices tbody tr").first).to_contain_text(OOM)
     look_at(page, pictures, "error")
     page.set_viewport_size({"width": 1280, "height": 720})
-    page.get_by_role("button", name="broken", exact=True).click()
-    history = page.get_by_role("dialog", name="broken")
-    expect(history.locator("#history-failure")).to_contain_text(OOM)
-    expect(history.locator("#history-work tbody tr")).to_contain_text(f"returned: {OOM}")
-    look_at(page, pictures, "history")
-    page.keyboard.press("Escape")
+    page.get_by_role("link", name="broken", exact=True).click()
+    view = page.get_by_role("region", name="broken")
+    expect(view.locator("#device-failure")).to_contain_text(OOM)
+    expect(view.locator("#device-work tbody tr")).to_contain_text(f"returned: {OOM}")
+    expect(view.locator("#device-events li.failed")).to_contain_text(OOM)
+    look_at(page, pictures, "device")
+    page.go_back()
     page.locator("#strip").click(position={"x": 3, "y": 3})
-    expect(page.get_by_role("dialog", name="broken")).to_be_visible()
+    expect(page.get_by_role("region", name="broken")).to_be_visible()
 
 
 def test_ten_minutes_after_all_devices_died_none_is_ready(grown, open_page):

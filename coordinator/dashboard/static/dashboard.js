@@ -2,15 +2,17 @@
 
 import { call, fail, mended, put, reason } from "./calls.js";
 import * as changes from "./changes.js";
-import { Chart, element } from "./charts.js";
+import { Chart, element, Scale } from "./charts.js";
 import * as devices from "./devices.js";
 import { ago, bytes, joules, many, past, percent, plain, points, seconds, setClock, since, until } from "./text.js";
+import { Marks, Timeline } from "./timeline.js";
 
 const [RETRY_SECONDS, LONGEST_RETRY_SECONDS] = [3, 60];
 const OTHERS_SECONDS = 30; // how often a federation that is compared with is looked at again
 const NOTHING_SECONDS = 3; // how often it is asked whether there is a federation
 const $ = (id) => document.getElementById(id);
-const name = new URLSearchParams(location.search).get("federation") || document.documentElement.dataset.federation;
+const asked = new URLSearchParams(location.search);
+const name = asked.get("federation") || (asked.has("all") ? "" : document.documentElement.dataset.federation);
 const api = `v1/federations/${encodeURIComponent(name)}`;
 const REASONS = { all_stopped: "every device stopped", max_rounds: "all rounds done", too_few: "too few devices still train for a secure sum", operator: "stopped by an operator" };
 
@@ -18,6 +20,7 @@ const REASONS = { all_stopped: "every device stopped", max_rounds: "all rounds d
 
 const per = (of) => (point) => of(point) / (point.round - point.first + 1);
 const nonzero = (of) => (point) => of(point) || null;
+const scale = new Scale($("charts-scale"), "Charts");
 const CHARTS = [
   ["Accuracy", percent, [
     ["personal mean", (p) => p.accuracy_personal],
@@ -43,8 +46,9 @@ const CHARTS = [
   ], 0],
 ].map(([title, format, lines, least, most]) => {
   const own = lines.map(([label, value]) => ({ label, value }));
-  return { own, chart: new Chart($("charts"), title, own, format, least, most) };
+  return { own, chart: new Chart($("charts"), title, own, format, scale, { least, most }) };
 });
+const marks = new Marks(api, (found) => scale.mark(found));
 
 function drawCharts(rounds) {
   const other = others.get($("compare").value);
@@ -94,13 +98,14 @@ function showFederations({ federation, federations }) {
   const rest = known.filter((line) => line.name !== name);
   $("compare").replaceChildren(element("option", { value: "", textContent: "nothing" }), ...rest.map((line) =>
     element("option", { value: line.name, selected: line.name === chosen, textContent: `${line.name} (${line.method})` })));
-  $("compare-with").hidden = !rest.length;
+  $("compare-with").hidden = $("all").hidden = !rest.length;
   lookAtOthers();
 }
 
 // --- how it stands --------------------------------------------------------------------------------------------------
 
 let overview;
+let timeline;
 let known = new Map();
 let rounds = [];
 
@@ -134,6 +139,12 @@ function show(news) {
   changes.show(federation, news.may_change);
   showDownloads(federation);
   devices.refresh();
+  marks.follow(news.newest_event);
+  if (news.newest_event !== timeline?.newest) {
+    timeline ??= new Timeline($("events"), api, { linkTo: devices.linkTo });
+    timeline.newest = news.newest_event;
+    timeline.news();
+  }
 }
 
 function showAll() {
@@ -436,6 +447,7 @@ function disconnect() {
 
 /** Nobody sees a page in the background: it lets go, for browsers make six connections to a server and no more. */
 function listen() {
+  if (!name) return;
   if (document.hidden) disconnect();
   else connect();
 }
@@ -479,6 +491,17 @@ if (name) {
   addEventListener("pagehide", disconnect);
   addEventListener("pageshow", (event) => event.persisted && listen());
 } else {
-  tell("no federation", false);
-  showNothing();
+  const federations = await import("./federations.js").catch(() => null);
+  federations?.begin({
+    tell,
+    nothing: () => {
+      tell("no federation", false);
+      showNothing();
+    },
+    rights: ({ may_change: may, signed_in: known }) => {
+      $("new").hidden = !may;
+      $("sign-out").hidden = !known;
+      $("sign-in").hidden = may;
+    },
+  });
 }

@@ -1,9 +1,9 @@
-// Devices: the strip of all of them, the list in pages, and what one of them did.
+// Devices: the strip of all of them, and the list in pages.
 
-import { call, put } from "./calls.js";
-import { Chart, element } from "./charts.js";
+import { call, fail, put } from "./calls.js";
+import { element } from "./charts.js";
 import { Strip } from "./strip.js";
-import { ago, bytes, DOING, joules, many, percent, plain, points, refusedOf, seconds, whatOf, whyOf } from "./text.js";
+import { ago, DOING, many, percent, points, refusedOf, seconds, whatOf, whyOf } from "./text.js";
 
 const PAGE = 50;
 const DEVICES_SECONDS = 5; // at most so often, where something happens
@@ -24,7 +24,9 @@ let strip;
 /** Begin. of: the path of the federation's calls; newest: returns the newest overview; confirm: asks its user. */
 export function begin(of, newest, confirm) {
   [api, overview, sure] = [of, newest, confirm];
-  strip = new Strip($("strip"), $("legend"), (name) => open({ device: name }), (doing) => list({ doing }));
+  addEventListener("popstate", goTo);
+  goTo();
+  strip = new Strip($("strip"), $("legend"), openByName, (doing) => list({ doing }));
 }
 
 /** List those devices: of a search, of what they do, in an order. */
@@ -43,6 +45,7 @@ export function pause() {
 
 /** Look at them again soon, as something has happened. */
 export function refresh() {
+  one?.refresh();
   for (const [value, text] of Object.entries(DOING)) {
     const known = [...form.elements.doing.options].find((option) => option.value === value);
     const option = known ?? form.elements.doing.appendChild(element("option", { value }));
@@ -149,84 +152,57 @@ function removing({ device_id: id, name }) {
   return button;
 }
 
-/** The name of a device, with which its history is opened. */
-function nameOf(device) {
-  const button = element("button", { type: "button", className: "link", textContent: device.name, ariaHasPopup: "dialog" });
-  button.dataset.focus = `history ${device.device_id}`;
-  button.addEventListener("click", () => history(device.device_id));
-  return button;
+// --- the view of one, loaded when it is asked for --------------------------------------------------------------------
+
+let one;
+
+/** Show what the address names: a device, or the federation. */
+async function goTo() {
+  const id = new URLSearchParams(location.search).get("device");
+  if (!id && !one) return;
+  one ??= await import("./device.js").catch(() => null);
+  if (one) one.goTo(api, overview, id);
+  else fail("The coordinator did not answer: try again.");
 }
 
-// --- one device -------------------------------------------------------------------------------------------------------
+function addressOf(id) {
+  const query = new URLSearchParams(location.search);
+  query.set("federation", decodeURIComponent(api.split("/").at(-1)));
+  query.set("device", id);
+  return `?${query}`;
+}
 
-/** Open the history of the device of this name. */
-async function open({ device }) {
+function open(id) {
+  history.pushState({ opened: true }, "", addressOf(id));
+  goTo();
+}
+
+async function openByName(device) {
   const answer = await call("GET", `${api}/devices?${new URLSearchParams({ device, limit: 1 })}`, { where: "devices-problem" });
   const [found] = answer ? await answer.json() : [];
-  if (found) await history(found.device_id);
+  if (found) open(found.device_id);
 }
 
-let charts;
-
-async function history(id) {
-  const answer = await call("GET", `v1/devices/${id}?most=200`, { where: "devices-problem" });
-  if (!answer) return;
-  const { device, work } = await answer.json();
-  const shown = (value, text) => (value == null ? "–" : text(value));
-  const cell = (label, textContent) => {
-    const made = element("td", { textContent });
-    made.dataset.label = label;
-    return made;
-  };
-  const rows = work.map((each) => element("tr", {}, [
-    element("th", { scope: "row", textContent: `Round ${each.round}` }),
-    cell("Work", each.kind), cell("Outcome", each.reason ? `${each.status}: ${each.reason}` : each.status),
-    cell("Loss", shown(each.loss, plain)), cell("Accuracy", shown(each.accuracy ?? each.accuracy_global, percent)),
-    cell("Time", shown(each.seconds, seconds)), cell("Up", shown(each.bytes_up, bytes)), cell("Down", shown(each.bytes_down, bytes)),
-    cell("Energy", shown(each.joules, joules)),
-  ]));
-  $("history-title").textContent = device.name;
-  $("history-about").replaceChildren(...Object.entries({
-    Doing: whatOf(device, overview()?.smallest_budget),
-    Board: [device.profile.board, device.profile.system].filter(Boolean).join(", ") || "unknown",
-    Hardware: [many(device.profile.cores, "core"), device.profile.memory_bytes && bytes(device.profile.memory_bytes)].filter(Boolean).join(", "),
-    ...(device.profile.data_warnings.length ? { Data: device.profile.data_warnings.join("; ") } : {}),
-    Budget: `${plain(device.budget)}${device.limited_by ? `, limited by ${device.limited_by}` : ""}`,
-    "In all": `${bytes(device.everything.bytes_up)} up, ${bytes(device.everything.bytes_down)} down`,
-    "Last seen": ago(device.seen_at),
-    ...(device.refusals > 0 ? { Refused: refusedOf(device) } : {}),
-    Exported: device.exported ? "yes, and not trained since" : "no",
-  }).map(([term, text]) => element("div", {}, [element("dt", { textContent: term }), element("dd", { textContent: text })])));
-  $("history-failure").hidden = !device.failure;
-  $("history-failure").textContent = device.failure ? whyOf(device) : "";
-  $("history-work").tBodies[0].replaceChildren(...rows);
-  $("history-table").hidden = !rows.length;
-  $("history-none").hidden = rows.length > 0;
-  $("history").showModal();
-  charts ??= [
-    ["Accuracy of this device", percent, [["personal", (p) => p.accuracy], ["global", (p) => p.accuracy_global]], undefined, 1],
-    ["Loss of this device", plain, [["training", (p) => p.train_loss], ["evaluation", (p) => p.judged_loss]]],
-    ["Seconds of this device", seconds, [["seconds", (p) => p.seconds]], 0],
-    ["Bytes of this device", bytes, [["up", (p) => p.bytes_up], ["down", (p) => p.bytes_down]], 0],
-    ["Joules of this device", joules, [["joules", (p) => p.joules]], 0],
-  ].map(([title, format, lines, least, most]) =>
-    new Chart($("history-charts"), title, lines.map(([label, value]) => ({ label, value })), format, least, most, 150));
-  const rounds = byRound(work);
-  for (const chart of charts) chart.draw(rounds);
+/** A click on a link to a device: here, unless its user wants another tab. */
+function follow(event, id) {
+  if (event.button || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
+  event.preventDefault();
+  open(id);
 }
 
-/** The work of each round as one point of a chart, the oldest first. */
-function byRound(work) {
-  const points = new Map();
-  for (const each of [...work].reverse()) {
-    const point = points.get(each.round) ?? { first: each.round, round: each.round };
-    const judged = each.kind === "evaluate" || each.kind === "adapt";
-    for (const name of ["accuracy", "accuracy_global"]) point[name] = each[name] ?? point[name];
-    point[judged ? "judged_loss" : "train_loss"] = each.loss ?? point[judged ? "judged_loss" : "train_loss"];
-    for (const name of ["seconds", "bytes_up", "bytes_down", "joules"]) if (each[name] != null) point[name] = (point[name] ?? 0) + each[name];
-    points.set(each.round, point);
-  }
-  return [...points.values()].sort((one, other) => one.round - other.round);
+/** A device's name in a text, from which its view is opened. */
+export function linkTo(name) {
+  const made = element("button", { type: "button", className: "link", textContent: name });
+  made.addEventListener("click", () => openByName(name));
+  return made;
+}
+
+/** The name of a device, with which its own view is opened. */
+function nameOf(device) {
+  const link = element("a", { href: addressOf(device.device_id), textContent: device.name });
+  link.dataset.focus = `device ${device.device_id}`;
+  link.addEventListener("click", (event) => follow(event, device.device_id));
+  return link;
 }
 
 // --- what its user does -----------------------------------------------------------------------------------------------
