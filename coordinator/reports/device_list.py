@@ -108,7 +108,7 @@ class DeviceLists:
             if query.only is not None:
                 those.append(ONLY[query.only])
             total = db.scalar(select(func.count()).select_from(Device).where(*those)) or 0
-            alone = alone_accuracy(db, federation)
+            alone = alone_accuracy(federation)
             column = {**_COLUMNS, "doing": doing, "gain": Device.accuracy - alone}[query.order.removeprefix("-")]
             ordered = column.desc() if query.order.startswith("-") else column.asc()
             page = (
@@ -138,7 +138,7 @@ class DeviceLists:
             if device is None:
                 raise NotFound("this device does not exist; GET /v1/federations/NAME/devices lists all")
             federation = db.get_one(Federation, device.federation_id)
-            look = select(self._doing(federation), alone_accuracy(db, federation))
+            look = select(self._doing(federation), alone_accuracy(federation))
             doing, alone = db.execute(look.where(Device.id == device_id)).one()
             last = (
                 select(Assignment)
@@ -195,7 +195,7 @@ def doing_of(federation: Federation, now: float, heard_before: float) -> ColumnE
     )
 
 
-def alone_accuracy(db: Session, federation: Federation) -> ColumnElement[float | None]:
+def alone_accuracy(federation: Federation) -> ColumnElement[float | None]:
     """Return SQL for each device's accuracy by training alone, NULL if unknown.
 
     That of its local-only model, or else of the device of this name in the newest federation of the method ``local``
@@ -207,12 +207,11 @@ def alone_accuracy(db: Session, federation: Federation) -> ColumnElement[float |
         .order_by(Federation.id.desc())
         .limit(1)
     )
-    there = None if federation.method == "local" else db.scalar(newest)
-    if there is None:
+    if federation.method == "local":
         return Device.accuracy_alone.expression
     twin = aliased(Device)
     theirs = select(twin.accuracy).where(
-        twin.federation_id == there, twin.name == Device.name, twin.status != "revoked"
+        twin.federation_id == newest.scalar_subquery(), twin.name == Device.name, twin.status != "revoked"
     )
     return func.coalesce(Device.accuracy_alone, theirs.scalar_subquery())
 

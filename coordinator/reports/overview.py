@@ -99,6 +99,7 @@ class Overviews:
             evaluating, since_round = _evaluations(db, federation)
             rows = _rows(db, federation, first)
             sums = tuple(missing_sums(db, federation))
+            began, newest_event = _began(db, federation)
             evaluated = [row for row in rows if not since_round or row["number"] < since_round]
             return Overview(
                 at=iso(now),
@@ -107,7 +108,7 @@ class Overviews:
                 span=span,
                 points=tuple(_points(rows, span, whole)),
                 open_round=_open_round(db, federation, self._open_assignments),
-                began_at=_began(db, federation),
+                began_at=None if began is None else iso(began),
                 ends_at=_ends(info, rows, now),
                 **_metrics(db, federation),
                 everything_bytes=federation.published_bytes + totals.moved,
@@ -118,7 +119,7 @@ class Overviews:
                 failing=totals.failing,
                 not_exported=totals.not_exported,
                 notices=(*_failures(db, federation), *sums, *self._notices(info, doing, evaluated)),
-                newest_event=events.newest(db, federation.id),
+                newest_event=newest_event,
             )
 
     def _notices(
@@ -291,9 +292,11 @@ def _explained(reason: str) -> tuple[str, str | None]:
     return reason, next(remedies, "See the device's log.")
 
 
-def _began(db: Session, federation: Federation) -> str | None:
-    first = db.scalar(select(func.min(Round.opened_at)).where(Round.federation_id == federation.id))
-    return None if first is None else iso(first)
+def _began(db: Session, federation: Federation) -> tuple[float | None, int]:
+    """Return the time when the first round was opened, and the id of the newest event."""
+    first = select(func.min(Round.opened_at), events.newest(federation.id)).where(Round.federation_id == federation.id)
+    row = db.execute(first).one()
+    return row[0], row[1]
 
 
 def _ends(info: FederationInfo, rows: Sequence[dict[str, Any]], now: float) -> str | None:

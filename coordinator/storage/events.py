@@ -6,7 +6,7 @@ and resumes all day must not displace the operator's rollbacks.
 
 from __future__ import annotations
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import ScalarSelect, delete, func, select
 from sqlalchemy.orm import Session
 
 from sparrow.protocol.events import EventKind
@@ -31,9 +31,9 @@ def record(
         _prune(db, event)
 
 
-def newest(db: Session, federation_id: int) -> int:
-    """Return the id of a federation's newest event, or 0."""
-    return db.scalar(select(func.max(Event.id)).where(Event.federation_id == federation_id)) or 0
+def newest(federation_id: int) -> ScalarSelect[int]:
+    """Return SQL for the id of a federation's newest event, 0 before the first."""
+    return select(func.coalesce(func.max(Event.id), 0)).where(Event.federation_id == federation_id).scalar_subquery()
 
 
 def _prune(db: Session, newest: Event) -> None:

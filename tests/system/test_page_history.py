@@ -291,7 +291,7 @@ def test_the_first_page_lists_all_federations_what_needs_attention_first(new_coo
     page.set_viewport_size(browsers.WIDE)
     names.first.click()
     expect(page.locator("#name")).to_have_text("broken")
-    page.get_by_role("link", name="All federations").click()
+    page.get_by_label("Federation", exact=True).select_option("All federations")
     expect(names).to_have_count(3)
     server.http.delete("/v1/federations/ended").raise_for_status()
     expect(names).to_have_count(2)

@@ -184,6 +184,7 @@ def test_a_device_that_fails_is_found_with_its_reason(grown, open_page, pictures
     view = page.get_by_role("region", name="broken")
     expect(view.locator("#device-failure")).to_contain_text(OOM)
     expect(view.locator("#device-work tbody tr")).to_contain_text(f"returned: {OOM}")
+    view.get_by_label("Show").scroll_into_view_if_needed()
     expect(view.locator("#device-events li.failed")).to_contain_text(OOM)
     look_at(page, pictures, "device")
     page.go_back()

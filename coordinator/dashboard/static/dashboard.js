@@ -92,13 +92,14 @@ function showFederations({ federation, federations }) {
   const texts = known.map((line) => `${line.name} (${line.status})`);
   if ($("federation").dataset.of === texts.join()) return; // or it would close while its user chooses
   $("federation").dataset.of = texts.join();
+  const all = element("option", { value: "", textContent: "All federations" });
   $("federation").replaceChildren(...known.map((line, index) =>
-    element("option", { value: line.name, selected: line.name === name, textContent: texts[index] })));
+    element("option", { value: line.name, selected: line.name === name, textContent: texts[index] })), all);
   const chosen = $("compare").value;
   const rest = known.filter((line) => line.name !== name);
   $("compare").replaceChildren(element("option", { value: "", textContent: "nothing" }), ...rest.map((line) =>
     element("option", { value: line.name, selected: line.name === chosen, textContent: `${line.name} (${line.method})` })));
-  $("compare-with").hidden = $("all").hidden = !rest.length;
+  $("compare-with").hidden = !rest.length;
   lookAtOthers();
 }
 
@@ -452,7 +453,9 @@ function listen() {
   else connect();
 }
 
-$("federation").addEventListener("change", (event) => { location.search = new URLSearchParams({ federation: event.target.value }); });
+$("federation").addEventListener("change", (event) => {
+  location.search = event.target.value ? new URLSearchParams({ federation: event.target.value }) : "?all";
+});
 for (const id of ["new", "nothing-new"]) $(id).addEventListener("click", async () => {
   const { create } = await import("./create.js").catch(() => ({}));
   if (create) create();

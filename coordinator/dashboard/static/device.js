@@ -2,7 +2,7 @@
 
 import { call, put } from "./calls.js";
 import { Chart, element, Scale } from "./charts.js";
-import { ago, bytes, joules, many, percent, plain, points, seconds, whatOf, whyOf } from "./text.js";
+import { ago, bytes, joules, many, percent, plain, points, refusedOf, seconds, whatOf, whyOf } from "./text.js";
 import { Marks, Timeline } from "./timeline.js";
 
 const LOOK_SECONDS = 5; // at most so often, where something happens
@@ -96,10 +96,12 @@ function take(device, work) {
     ...(device.gain == null ? {} : { "Did it help?": `${points(device.gain)} against training alone (${percent(device.accuracy_alone)})` }),
     "In all": `${bytes(device.everything.bytes_up)} up, ${bytes(device.everything.bytes_down)} down`,
     "Last seen": ago(device.seen_at),
+    ...(device.refusals > 0 ? { Refused: refusedOf(device) } : {}),
+    Exported: device.exported ? "yes, and not trained since" : "no",
     Joined: new Date(device.enrolled_at).toLocaleString([], { dateStyle: "short", timeStyle: "medium" }),
   }).map(([term, text]) => element("div", {}, [element("dt", { textContent: term }), element("dd", { textContent: text })])));
   $("device-failure").hidden = !device.failure;
-  $("device-failure").textContent = device.failure ? whyOf(device.failure) : "";
+  $("device-failure").textContent = device.failure ? whyOf(device) : "";
   for (const kind of ["csv", "json"])
     Object.assign($(`device-${kind}`), { href: `v1/devices/${device.device_id}?most=${ALL}&format=${kind}`, download: `${device.name}.${kind}` });
   fill(all);

@@ -115,7 +115,7 @@ function rowOf(device) {
     cell("Board", [device.profile.board || "unknown"]),
     cell("Budget", [device.budget.toLocaleString("en", { maximumFractionDigits: 3 })], "number budget"),
     cell("Accuracy", shown(device.accuracy, percent), "number"),
-    cell("Did it help?", shown(device.gain, points), "number"),
+    cell("Did it help?", shown(device.gain, (value) => points(value).replace(" ", "\u00a0")), "number"),
     cell("Time", shown(device.seconds, seconds), "number"),
     cell("Doing", [
       whatOf(device, overview()?.smallest_budget),

@@ -22,7 +22,7 @@ export class Timeline {
       .filter(([value]) => device == null || !/of=|settings/.test(value))
       .map(([value, textContent]) => element("option", { value, textContent })));
     this.list = element("ol", { className: "events" });
-    this.none = element("p", { textContent: "No such event yet." });
+    this.none = element("p", { textContent: "No such event yet.", hidden: true });
     this.count = element("span");
     this.count.setAttribute("role", "status");
     [this.newer, this.older] = ["Newer", "Older"].map((textContent) => element("button", { type: "button", textContent }));

@@ -49,7 +49,7 @@ def test_the_page_is_small_enough_for_a_phone(open_app):
     client = open_app()
     sent = [client.get(path, headers={"Accept-Encoding": "gzip"}) for path in PAGES if path != "/docs"]
     assert {answer.headers["content-encoding"] for answer in sent} == {"gzip"}
-    assert sum(int(answer.headers["content-length"]) for answer in sent) < 75_000
+    assert sum(int(answer.headers["content-length"]) for answer in sent) < 85_000
     plain = client.get("/page/uPlot.js", headers={"Accept-Encoding": "identity"})
     assert ("content-encoding" in plain.headers, plain.headers["vary"]) == (False, "Accept-Encoding")
 
@@ -82,12 +82,13 @@ def test_devices_are_listed_by_what_one_looks_for(open_app):
     }
 
 
-def test_the_page_knows_the_newest_federation(open_app):
+def test_the_page_is_of_the_only_federation_or_of_all(open_app):
     client = open_app(default_task="")
-    assert 'data-federation=""' in client.get("/").text
-    for name in ("first", "second"):
-        client.post("/v1/federations", json={"name": name, "task": "digits"})
-    assert 'data-federation="second"' in client.get("/").text
+    for name, shown in (("", ""), ("first", "first"), ("second", "")):
+        if name:
+            client.post("/v1/federations", json={"name": name, "task": "digits"})
+        assert f'data-federation="{shown}"' in client.get("/").text
+    assert [each["name"] for each in client.get("/v1/summaries").json()["federations"]] == ["second", "first"]
 
 
 @pytest.mark.parametrize("name", ["none.js", "..%2Fpages.py", "%2e%2e", "n" * 300])
