@@ -175,7 +175,7 @@ class Page:
         self.page.locator("#fleet-lines").get_by_role("button", name=line).click()
         for name, text in rows:
             row = self.page.locator("#devices tbody tr").filter(
-                has=self.page.get_by_role("button", name=name, exact=True)
+                has=self.page.get_by_role("link", name=name, exact=True)
             )
             self.expect(row).to_contain_text(text, timeout=PATIENCE * 1000)
 

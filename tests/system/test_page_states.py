@@ -326,13 +326,14 @@ def test_what_is_pressed_is_large_enough(grown, open_page):
 
 
 @pytest.mark.parametrize(
-    ("opener", "dialog"), [("New federation", "create"), ("Stop", "ask"), ("device-00003", "history")]
+    ("role", "opener", "dialog"),
+    [("button", "New federation", "create"), ("button", "Stop", "ask"), ("link", "device-00003", "device-view")],
 )
-def test_dialogs_are_accessible(grown, open_page, pictures, opener, dialog):
+def test_dialogs_and_the_view_of_a_device_are_accessible(grown, open_page, pictures, role, opener, dialog):
     """Those of invitations and tokens are in test_page_tokens.py."""
     server = grown(devices_and_rounds(12, 5, 4))
     page, expect = open_page(server.url), playwright.expect
-    page.get_by_role("button", name=opener, exact=True).click()
+    page.get_by_role(role, name=opener, exact=True).click()
     expect(page.locator(f"#{dialog}")).to_be_visible()
     for width in (390, 1440):
         page.set_viewport_size({"width": width, "height": 900})
