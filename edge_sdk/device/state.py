@@ -37,6 +37,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sparrow.places import user_folder
 from sparrow.protocol import checkpoint, personal
 from sparrow.protocol.errors import ProtocolError
 from sparrow.protocol.manifest import Manifest, Tensors
@@ -266,7 +267,7 @@ def default_root(server: str, federation: str) -> Path:
 
 def state_home() -> Path:
     """Return Sparrow's folder in the user's state folder (XDG)."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "sparrow"
+    return user_folder("XDG_STATE_HOME")
 
 
 class StateFolder:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparrow.places import user_folder
 from sparrow.protocol.errors import MissingPart, ProtocolError
 from sparrow.protocol.manifest import GraphName, Manifest
 from sparrow.protocol.publication import Terms
@@ -111,11 +112,7 @@ def default_path() -> Path:
     """Return the path of the key file."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
-    root = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    try:
-        return Path(root).expanduser() / "sparrow" / "publisher.key"
-    except RuntimeError:
-        raise BadArgument(f"no home folder found for the publisher's key; {_REMEDY}") from None
+    return user_folder("XDG_CONFIG_HOME") / "publisher.key"
 
 
 def terms_of(

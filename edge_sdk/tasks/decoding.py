@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from sparrow.places import user_folder
 from sparrow.protocol.manifest import Array
 from sparrow.reading.decoded import fingerprint
 from sparrow.reading.errors import DataError
@@ -48,7 +49,7 @@ def decode_images(
 
 def cache_folder() -> Path:
     """Return the cache folder, whose files can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparrow"
+    return user_folder("XDG_CACHE_HOME")
 
 
 def kept_array(

@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sparrow.places import expanded
 from sparrow.protocol.manifest import Array
 from sparrow.reading import Decoded, ReadOptions, read_file
 from sparrow.reading.archives import opened
@@ -96,7 +97,7 @@ def read_dataset(path: str | None, wanted: SampleFormat) -> Dataset:
     """
     if not path:
         raise BadOption(f"the task {wanted.task} needs data: add --data PATH; {wanted.advice}")
-    place = Path(path).expanduser().resolve()
+    place = expanded(path).resolve()
     try:
         stamp = place.stat().st_mtime_ns
     except OSError as error:

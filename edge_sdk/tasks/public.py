@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from sparrow.places import expanded
 from sparrow.protocol.manifest import Array
 
 from . import Seeded, Task, UnknownTask
@@ -211,7 +211,7 @@ def _corrupted(dataset: Dataset, dealing: Dealing, test: Index, *, device: str) 
     own = np.moveaxis(cast(Images, dataset.inputs[test]), 1, 3)
     if name in PUBLISHED:
         start = dataset.published
-        folder = Path(str(dealing.path)).expanduser()
+        folder = expanded(str(dealing.path))
         images = read_published(folder, name, dealing.severity, dataset.targets[start:], shape=own.shape[1:])
         images = images[test - start]
     else:

@@ -6,6 +6,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+from ..places import expanded
 from ..protocol.preparation import Preparation, Targets
 from .archives import read_archive
 from .dialect import open_text
@@ -40,7 +41,7 @@ def read_file(
     picture or sound can be read. Raises DataError, and MissingPart if a package for the format is not installed.
     """
     wanted = Wanted(preparation, targets, shape, labelled)
-    place = Path(path).expanduser()
+    place = expanded(path)
     if not place.exists():
         raise NoData(f"{path}: there is no such file; check --data")
     if place.is_dir():

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sparrow.command_line.nearest import nearest
+from sparrow.places import expanded
 from sparrow.protocol.manifest import Array
 from sparrow.protocol.preparation import Preparation, Targets
 from sparrow.reading import Decoded, Raw, ReadOptions, class_order, join, read_file
@@ -152,7 +152,7 @@ def read_whole(
 ) -> Whole:
     """Return all samples of a file, read again only if its time stamp changes. Raises DataError."""
     options = options or ReadOptions()
-    place = Path(path).expanduser()
+    place = expanded(path)
     if not place.exists():
         raise NoData(f"{path}: there is no such file; check --data")
     stamp = place.stat().st_mtime_ns
