@@ -1,6 +1,7 @@
 """Publish popular models, small and with random weights, and write the results.
 
-    python -m benchmarks.zoo    describes and compiles each, and writes the table in docs/own-model.md; 10 minutes
+    python -m benchmarks.zoo            describes and compiles each, writes the table in docs/own-model.md; 5 minutes
+    python -m benchmarks.zoo --times    prints the processor seconds that compiling each takes, on one thread
 
 Needs the extra ``zoo``; it downloads no weights.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,6 +290,30 @@ ZOO: dict[str, Entry] = {
 """Name -> model. At most 5 million parameters each."""
 
 
+LARGER: dict[str, Entry] = {
+    "timm: ghostnet_050": Entry(lambda: _timm("ghostnet_050"), (3, 64, 64)),
+    "timm: lcnet_050": Entry(lambda: _timm("lcnet_050"), (3, 64, 64)),
+    "timm: resnet10t": Entry(lambda: _timm("resnet10t"), (3, 64, 64)),
+    "timm: edgenext_xx_small": Entry(lambda: _timm("edgenext_xx_small"), (3, 64, 64)),
+}
+"""Name -> model of many layers, only timed."""
+
+
+def seconds(entry: Entry) -> float:
+    """Return the processor seconds that compiling a model takes. Raises CannotCompile."""
+    model, inputs = entry.model(), entry.samples(16)
+    targets = _targets(model, inputs)
+    begun = time.process_time()
+    compile_step(model.train(), cross_entropy, inputs, targets)
+    return time.process_time() - begun
+
+
+def _targets(model: nn.Module, inputs: Tensor) -> Tensor:
+    with torch.no_grad():
+        answer = model.eval()(inputs)
+    return torch.zeros((len(inputs), *answer.shape[2:]), dtype=torch.long)
+
+
 def row(name: str) -> list[str]:
     """Return the result for a model: its parameters, the share under FedSPU's masks, the engines that train it."""
     entry = ZOO[name]
@@ -299,9 +325,7 @@ def row(name: str) -> list[str]:
         share = f"{masked / manifest.trainable_values:.0%} in {len(manifest.groups)} groups"
     except UnsupportedLayer as error:
         share = f"refused: {error}"
-    with torch.no_grad():
-        answer = model.eval()(inputs)
-    targets = torch.zeros((len(inputs), *answer.shape[2:]), dtype=torch.long)
+    targets = _targets(model, inputs)
     try:
         graphs = compile_step(model.train(), cross_entropy, inputs, targets)
         check_graphs(graphs, describe_whole(model, inputs, task="zoo"))  # as a device does
@@ -312,10 +336,14 @@ def row(name: str) -> list[str]:
 
 
 def main() -> int:
-    """Write the table."""
-    argparse.ArgumentParser(
-        prog="python -m benchmarks.zoo", description="Describe and compile each model."
-    ).parse_args()
+    """Write the table, or print the times."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description="Describe and compile each model.")
+    parser.add_argument("--times", action="store_true", help="print processor seconds of compiling, write no table")
+    if parser.parse_args().times:
+        torch.set_num_threads(1)
+        for name, entry in {**ZOO, **LARGER}.items():
+            print(f"{name}: {seconds(entry):.1f} s", flush=True)
+        return 0
     rows = []
     for name in ZOO:
         rows.append(row(name))

@@ -83,6 +83,11 @@ FROZEN_BATCHES = 4
 ARGUMENTS = ("exist_ok", "replace", "client", "options")
 
 
+def _on_terminal(doing: str) -> None:
+    if sys.stderr.isatty():
+        print(f"{doing} ...", file=sys.stderr, flush=True)
+
+
 @dataclass(frozen=True)
 class PublishOptions:
     """How a model is published. Raises BadArgument for an invalid value.
@@ -91,14 +96,15 @@ class PublishOptions:
     frozen_precision: of parameters with ``requires_grad`` False; ``auto``: float16 if outputs on validation data change
     by at most 1 %. blocks: parameter -> rows of each of its blocks, in order (attention heads, groups of filters), for
     methods that use blocks; the method cuts other parameters. compiled: also publish the training step, without which
-    devices need PyTorch; this takes seconds, for very deep or recurrent networks minutes.
+    devices need PyTorch; this takes seconds.
 
     allow: ranges of settings, such as ``cohort>=10``, signed with the model; devices refuse rounds outside them. A
     setting without a range keeps its value or becomes more private; two devices are enough for a cohort. publisher:
     signing key, or its file, which is created if missing; None: the user's key (``publishing.signing``).
 
     admin_token: default: SPARROW_ADMIN_TOKEN. trust: certificates for https. patience_seconds: longest wait for a
-    coordinator that does not answer; None: no limit. progress: called with a description of each phase.
+    coordinator that does not answer; None: no limit. progress: called with a description of each phase; by default it
+    is printed if stderr is a terminal.
     """
 
     running_statistics: RunningStatistics = "shared"
@@ -110,7 +116,7 @@ class PublishOptions:
     admin_token: str | None = None
     trust: tls.Tls | None = None
     patience_seconds: float | None = PATIENCE_SECONDS
-    progress: Callable[[str], object] = lambda doing: None
+    progress: Callable[[str], object] = _on_terminal
 
     def __post_init__(self) -> None:
         if self.running_statistics not in get_args(RunningStatistics):
@@ -277,8 +283,7 @@ class _Model:
         if self._preparation is not None:
             graphs["preparation"] = self._preparation.graph
         if self._compiled:
-            self.progress("compiling the training step, which takes longest")
-            graphs |= _compiled(self._task, self._example, self.manifest)
+            graphs |= _compiled(self._task, self._example, self.manifest, self.progress)
         self._graphs = graphs
         vectors: dict[str, bytes] = {
             "manifest": self.manifest.with_graphs(graphs).model_dump_json().encode(),
@@ -396,7 +401,9 @@ def _manifest(task: Task, example: Tensor, method: str, options: PublishOptions)
     return manifest.with_blocks({name: [count * rows[name] for count in counts] for name, counts in blocks.items()})
 
 
-def _compiled(task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) -> dict[GraphName, bytes]:
+def _compiled(
+    task: Task, example: tuple[Tensor, Tensor], manifest: Manifest, progress: Callable[[str], object]
+) -> dict[GraphName, bytes]:
     """Return the graphs of training step and evaluation; log the reason and return no graphs if compiling fails."""
     try:
         # Imported here: a built-in task needs no onnx, and other versions of PyTorch may lack the private parts used.
@@ -407,7 +414,7 @@ def _compiled(task: Task, example: tuple[Tensor, Tensor], manifest: Manifest) ->
         from .publishing.step import compile_step
 
         with torch.random.fork_rng(devices=[]):
-            graphs = compile_step(task.model, task.loss, *example)
+            graphs = compile_step(task.model, task.loss, *example, progress)
         check_graphs(graphs, manifest)
     except MissingPart:
         raise

@@ -81,6 +81,13 @@ class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _ATEN.uniform_.default:
             low, high = _with_usual(args)
             return args[0].copy_(low + (high - low) * self._uniform(args[0]))
+        # Functional variants, which a recording calls in place of the others.
+        if func is _ATEN.uniform.default:
+            low, high = _with_usual(args)
+            return low + (high - low) * self._uniform(args[0])
+        if func is _ATEN.normal_functional.default:
+            mean, deviation = _with_usual(args)
+            return mean + deviation * self._give("normal", tuple(args[0].shape))
         if func is _ATEN.normal_.default:
             mean, deviation = _with_usual(args)
             return args[0].copy_(mean + deviation * self._give("normal", tuple(args[0].shape)))

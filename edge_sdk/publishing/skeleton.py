@@ -127,7 +127,7 @@ def _free_batch(model: nn.Module) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
-    """Context manager: hide the exporter's own warnings (torchvision missing, deprecations), and speed it up."""
+    """Context manager: hide the exporter's own warnings (torchvision missing, deprecations)."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.fx", "torch._dynamo", "torch.export")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -138,29 +138,10 @@ def exporting() -> Iterator[None]:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             for message, category in _REMARKS:
                 warnings.filterwarnings("ignore", message, category)
-            with _rules_of_one_node():
-                yield
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _rules_of_one_node() -> Iterator[None]:
-    """Context manager: remove the optimiser's rule for a pair of slices that could be a split."""
-    # It lists all nodes for every node, which takes most of the export time of a large step.
-    try:
-        from onnxscript import rewriter
-    except ImportError:
-        # The exporter reports that it is missing.
-        yield
-        return
-    usual = rewriter._DEFAULT_REWRITE_RULES
-    rewriter._DEFAULT_REWRITE_RULES = tuple(rule for rule in usual if rule._target_pattern.has_single_output_node)
-    try:
-        yield
-    finally:
-        rewriter._DEFAULT_REWRITE_RULES = usual
 
 
 def _rename(graph: onnx.GraphProto, alias: str, name: str) -> None:
@@ -180,18 +161,14 @@ def _remove_data(tensor: onnx.TensorProto) -> None:
         tensor.ClearField(field)
 
 
-def remove_notes(proto: onnx.ModelProto, *, shapes: bool = False) -> None:
-    """Remove the exporter's doc strings and metadata, which hold stack traces and paths.
-
-    shapes: keep the shapes of intermediate values.
-    """
+def remove_notes(proto: onnx.ModelProto) -> None:
+    """Remove the exporter's doc strings and metadata, which hold stack traces and paths."""
     proto.ir_version = IR_VERSION
     for field in ("producer_name", "producer_version", "domain", "model_version", "doc_string", "metadata_props"):
         proto.ClearField(field)
     graph = proto.graph
     graph.name = "model"
-    if not shapes:
-        graph.ClearField("value_info")
-    for entry in (graph, *graph.node, *graph.initializer, *graph.input, *graph.output, *graph.value_info):
+    graph.ClearField("value_info")
+    for entry in (graph, *graph.node, *graph.initializer, *graph.input, *graph.output):
         entry.ClearField("doc_string")
         entry.ClearField("metadata_props")

@@ -310,10 +310,9 @@ def _spread(vector: Tensor, x: Tensor) -> Tensor:
 
 
 def _count(x: Tensor, axes: Sequence[int]) -> Any:
-    count: Any = 1
-    for axis in axes:
-        count = count * x.shape[axis]
-    return count
+    """Return the number of entries over axes; a tensor if the batch is among them, because it may have any size."""
+    rest = math.prod(x.shape[axis] for axis in axes if axis != 0)
+    return x.new_ones(x.shape[0]).sum() * rest if 0 in axes else rest
 
 
 def _over_channels(x: Tensor) -> list[int]:
@@ -489,6 +488,13 @@ def _slice_backward(error: Tensor, sizes: Sequence[Any], dim: int, start: int, e
     return torch.cat(found, dim) if len(found) > 1 else error.clone()
 
 
+def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Return the L2 norm in operators that a step may have."""
+    if ord != 2 or dtype is not None:
+        return NotImplemented
+    return torch.sqrt((x * x).sum(dim, keepdim=keepdim) if dim else (x * x).sum())
+
+
 def _arange(start: Any, end: Any, step: Any = 1, **kind: Any) -> Any:
     """Return a cumulative sum of ones: a step has no operator for a range whose length depends on a value."""
     dtype = kind.get("dtype") or torch.int64
@@ -501,6 +507,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.arange.default: lambda end, **kind: _arange(0, end, **kind),
     _ATEN.arange.start: _arange,
     _ATEN.arange.start_step: _arange,
+    _ATEN.linalg_vector_norm.default: _norm,
     _ATEN.slice_backward.default: _slice_backward,
     _ATEN.native_batch_norm.default: _batch_norm_in_place,
     _ATEN._native_batch_norm_legit.default: _batch_norm_in_place,
