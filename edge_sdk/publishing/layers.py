@@ -37,7 +37,8 @@ class Layers:
             return
         below = [value for source, name in named.items() if name is None if (value := self._state.of(source))]
         weight = next((name for name in mine if self._state.tensors[name].dim() > 1), mine[0])
-        columns = self._state.axes[weight][:2][-1]
+        # A parameter without axes, such as a temperature, has no columns.
+        columns = (self._state.axes[weight][:2] or ((),))[-1]
         path = place_of(node)
         module = self._modules.get(path)
         base = None if module is None else _base(module)
@@ -110,7 +111,7 @@ def channels_of(module: nn.Module | None, weight: torch.Tensor) -> int:
         return int(module.embed_dim)
     if isinstance(module, nn.LayerNorm):
         return math.prod(module.normalized_shape)
-    return int(weight.shape[0])
+    return int(weight.shape[0]) if weight.dim() else 1
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

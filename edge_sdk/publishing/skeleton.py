@@ -50,12 +50,22 @@ def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -
     UnsupportedLayer if torch cannot export the model, and ManifestError, naming the tensor, if a tensor of the manifest
     is not an initialiser of the graph. Needs onnx and onnxscript.
     """
+    try:
+        import onnx
+    except ImportError as error:
+        raise MissingPart("export needs onnx and onnxscript: pip install 'sparrow-fl[publish]'") from error
+
     proto = export_forward(model, example)
     for alias, name in manifest.aliases.items():
         _rename(proto.graph, alias, name)
     initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
     for spec in manifest.whole:
         tensor = initializers.get(spec.name)
+        if tensor is None and spec.trainable:
+            # Read in training only, as the deviation of a variational autoencoder.
+            kind = onnx.TensorProto.FLOAT
+            proto.graph.initializer.append(onnx.TensorProto(name=spec.name, dims=spec.shape, data_type=kind))
+            continue
         if tensor is None:
             raise ManifestError(
                 f"{spec.name}: the exported forward pass does not read it; remove it from the model, "

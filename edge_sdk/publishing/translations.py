@@ -495,6 +495,23 @@ def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, 
     return torch.sqrt((x * x).sum(dim, keepdim=keepdim) if dim else (x * x).sum())
 
 
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the weight in the direction of v with the lengths g, and the lengths of v."""
+    norms = torch.sqrt((v * v).sum(_others(v, dim), keepdim=True))
+    return v * (g / norms), norms
+
+
+def _weight_norm_backward(error: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    lengths = norms.reshape(g.shape)
+    along = (error * v).sum(_others(v, dim), keepdim=True) / lengths
+    return (error - v * (along / lengths)) * (g / lengths), along
+
+
+def _others(x: Tensor, dim: int) -> list[int]:
+    """Return all axes except ``dim``."""
+    return [axis for axis in range(x.dim()) if axis != dim % x.dim()]
+
+
 def _arange(start: Any, end: Any, step: Any = 1, **kind: Any) -> Any:
     """Return a cumulative sum of ones: a step has no operator for a range whose length depends on a value."""
     dtype = kind.get("dtype") or torch.int64
@@ -509,6 +526,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.arange.start_step: _arange,
     _ATEN.linalg_vector_norm.default: _norm,
     _ATEN.slice_backward.default: _slice_backward,
+    _ATEN._weight_norm_interface.default: _weight_norm,
+    _ATEN._weight_norm_interface_backward.default: _weight_norm_backward,
     _ATEN.native_batch_norm.default: _batch_norm_in_place,
     _ATEN._native_batch_norm_legit.default: _batch_norm_in_place,
     _ATEN._native_batch_norm_legit.no_stats: lambda x, weight, bias, *rest: _batch_norm(

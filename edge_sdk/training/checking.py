@@ -25,6 +25,7 @@ from ..publishing.modes import begin_training, buffers_kept, evaluating
 from ..tasks import Task
 from ..tasks.intake import Fitted, Taken, random_state_kept, suited, unwrapped
 from .local import as_tensor, device_of
+from .supported import check_model
 
 SAMPLES = 16
 """Samples of a batch that go through model and loss."""
@@ -46,6 +47,7 @@ def check_task(task: Task, manifest: Manifest | None = None) -> None:
         raise BadArgument(f"the task's model is a {type(task.model).__name__}; give a torch.nn.Module")
     if not callable(task.loss):
         raise BadArgument(f"the task's loss is a {type(task.loss).__name__}; give a function of (outputs, targets)")
+    check_model(task.model)
     if not any(parameter.requires_grad for parameter in task.model.parameters()):
         raise BadArgument(
             "the task's model has no parameter to train: all are frozen, or it has none; give it layers with "

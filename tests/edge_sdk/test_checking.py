@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
 from edge_sdk.errors import BadArgument
@@ -155,3 +157,28 @@ def test_other_ways_to_be_right_are_not_refused():
         task(NORMED, train=loader(X[:41], Y[:41], drop_last=True)),
     ):
         check_task(good)
+
+
+def _pruned():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    model(torch.randn(2, 6))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "remedy"),
+    [
+        (lambda: torch.jit.trace(nn.Linear(6, 2), torch.randn(2, 6)), "nn.Module"),
+        (
+            lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=False)),
+            "track_running_stats=True",
+        ),
+        (_pruned, "prune.remove"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_model_that_cannot_be_published_is_named_with_the_remedy(build, remedy):
+    samples = [(torch.randn(4, 6), torch.arange(4) % 2)]
+    with pytest.raises(BadArgument, match=re.escape(remedy)):
+        check_task(Task("odd", build(), nn.CrossEntropyLoss(), samples, samples))

@@ -14,10 +14,12 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from edge_sdk.publishing import chance
+from edge_sdk.publishing.skeleton import make_skeleton
 from edge_sdk.publishing.step import CannotCompile, compile_step
 from edge_sdk.publishing.untraced import describe_whole
 from sparrow.graphs import Graphs
 from sparrow.graphs.checking import check_graphs
+from sparrow.graphs.skeleton import fill
 from sparrow.graphs.steps import optimise
 from sparrow.protocol.builtin import builtin_tasks, load_builtin
 
@@ -125,6 +127,39 @@ def test_in_place_operations_and_exporter_decompositions_are_compiled():
     graph = compile_step(model, F.cross_entropy, torch.randn(6, 6), torch.arange(6) % 3).step
     kinds = {node.op_type for node in onnx.load_from_string(graph).graph.node}
     assert "Sqrt" in kinds
+
+
+class Scaled(nn.Module):
+    """A temperature without axes, a normalised weight, and a deviation that is read only in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(6, 8))
+        self.mean = nn.Linear(8, 4)
+        self.deviation = nn.Linear(8, 4)
+        self.out = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        hidden = F.relu(self.first(x))
+        code = self.mean(hidden)
+        if self.training:
+            code = code + torch.randn_like(code) * torch.exp(self.deviation(hidden))
+        return self.out(code) * self.scale
+
+
+def test_parameters_without_axes_and_those_read_only_in_training_are_trained():
+    model = Scaled()
+    inputs = torch.randn(6, 6)
+    graphs = compile_step(model, F.cross_entropy, inputs, torch.arange(6) % 3)
+    manifest = describe_whole(model, inputs, task="test")
+    check_graphs(graphs, manifest)
+    outputs = {each.name for each in onnx.load_from_string(graphs.step).graph.output}
+    assert outputs >= {f"grad:{name}" for name, _ in model.named_parameters()}
+    filled = fill(make_skeleton(model, inputs, manifest), manifest, tensors_of(model))
+    found = session(filled).run(["output"], {"input": inputs.numpy()})[0]
+    with torch.no_grad():
+        assert np.allclose(found, model.eval()(inputs).numpy(), atol=1e-5)
 
 
 def test_the_same_model_gives_the_same_graphs_and_stays_as_it_was():
