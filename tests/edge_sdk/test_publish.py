@@ -214,11 +214,11 @@ def test_a_step_need_not_be_compiled(client, two_layers, compiling, caplog):
     assert list(Manifest.model_validate_json(client.get("/v1/federations/own/manifest").content).graphs) == ["skeleton"]
 
 
-def nothing_like_it(model, loss, inputs, targets):
+def nothing_like_it(model, loss, inputs, targets, progress):
     return Graphs(b"another", b"another")
 
 
-def out_of_its_depth(model, loss, inputs, targets):
+def out_of_its_depth(model, loss, inputs, targets, progress):
     raise RuntimeError("aten.frobnicate has no translation\nhere is where")
 
 
