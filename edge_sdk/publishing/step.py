@@ -309,10 +309,11 @@ def _double(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _compiled(half: _Half, batch: Batch) -> bytes:
     """Return the graph of one half, recorded at both batch sizes."""
-    try:
-        table = _table()
-    except ImportError as error:
-        raise MissingPart(NEEDED) from error
+    with exporting():
+        try:
+            table = _table()
+        except ImportError as error:
+            raise MissingPart(NEEDED) from error
     with exporting(), torch.backends.mkldnn.flags(enabled=False):
         one, other = (
             record(half, (half.parameters, half.buffers, *batch.of(count), half.drawn(count)), count, table)
