@@ -176,7 +176,7 @@ WRONG = {
     "an older version": (older, "operators of version 20"),
     "a function": (function, "has its own functions"),
     "a loop": (loop, "'Loop'.*not accepted"),
-    "a hidden graph": (hidden_graph, "holds a graph"),
+    "a hidden graph": (hidden_graph, "a graph"),
     "an operator of no step": (add("NonZero", ["input"]), "'NonZero'.*not accepted"),
     "random numbers": (add("RandomNormal", [], shape=[2]), "'RandomNormal'.*not accepted"),
     "external data": (external, "outside"),
