@@ -566,7 +566,7 @@ def test_a_model_with_too_few_droppable_weights_is_refused():
     assert groups(manifest_of(model, 4)) == {"small.0": 2}
     with pytest.raises(
         UnsupportedLayer,
-        match=r"41% .*50% .*hidden\.weight \(16 values, by .*cumsum",
+        match=r"41 % .*50 % .*hidden\.weight \(16 values, by .*cumsum",
     ):
         describe(model, torch.randn(2, 4), task="test", least=0.5)
 

@@ -261,7 +261,7 @@ def break_state(state, tmp_path, how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("empty", "holds no model.safetensors; give the state folder of a device that has trained"),
+        ("empty", "no model.safetensors; give the state folder of a device that has trained"),
         ("damaged", "cannot be read"),
         ("not trained", "has no personal model yet"),
         ("simulated", "a simulated device's difference"),

@@ -201,10 +201,10 @@ HOSTILE = {
         lambda m: setattr(m.graph.node[0], "op_type", "Launch"),
         "'Launch'.: this operator is not accepted",
     ),
-    "function": (lambda m: m.functions.add(name="f"), "functions of its own"),
+    "function": (lambda m: m.functions.add(name="f"), "its own functions"),
     "training": (lambda m: m.training_info.add(), "training"),
     "sparse": (lambda m: m.graph.sparse_initializer.add(), "sparse"),
-    "graph in a graph": (subgraph, "holds a graph"),
+    "graph in a graph": (subgraph, "a graph"),
     "missing initialiser": (lambda m: m.graph.initializer.pop(), "out.bias: the skeleton has no such initialiser"),
     "extra initialiser": (
         lambda m: m.graph.initializer.add(name="more", dims=[9], data_type=1),
@@ -216,7 +216,7 @@ HOSTILE = {
         r"out.weight: the skeleton has shape \(2, 3, 10",
     ),
     "wrong type": (lambda m: setattr(m.graph.initializer[0], "data_type", 7), "of ONNX type 7"),
-    "weights inside": (lambda m: m.graph.initializer[0].float_data.append(1.0), "holds its values"),
+    "weights inside": (lambda m: m.graph.initializer[0].float_data.append(1.0), "contains its values"),
     "short constant": (
         lambda m: m.graph.initializer.add(name="c", dims=[2**30], data_type=1, raw_data=b"1234"),
         "not a valid ONNX graph",
