@@ -366,7 +366,7 @@ def test_settings_that_contradict_each_other_are_refused(settings, reason):
 
 def test_a_change_that_would_contradict_is_refused_and_changes_nothing(coordinator):
     coordinator.create(buffer=4, cohort=5)
-    with pytest.raises(BadContent, match=r"^buffer: .*\b4\b.*\b3\b"):
+    with pytest.raises(BadContent, match=r"buffer: .*\b4\b.*\b3\b"):
         coordinator.change(cohort=3)
     coordinator.enrol("a")
     assert coordinator.info().round == 0

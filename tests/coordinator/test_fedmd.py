@@ -147,7 +147,7 @@ def test_what_cannot_work_is_refused():
     assert METHOD.why_not_secure(FederationSettings(method="fedmd", secure_range=16.0)) is None
     with pytest.raises(ValueError, match="an output is shared"):
         DIGITS.with_outputs([TensorSpec(name="scores", shape=(2,), policy="personal")])
-    with pytest.raises(ValueError, match=r"'out\.weight' stands twice"):
+    with pytest.raises(ValueError, match=r"'out\.weight' occurs twice"):
         DIGITS.with_outputs([TensorSpec(name="out.weight", shape=(2,))])
 
 

@@ -379,7 +379,7 @@ def test_retries_of_a_failed_commit_draw_no_new_noise(tmp_path, clock, again):
         assert [each.version for each in coordinator.served.models("f")] == [0]
         with pytest.raises(NotFound, match="model 1 of f is not kept"):
             coordinator.served.model("f", 1)
-        with pytest.raises(NotFound, match="has no model 1"):
+        with pytest.raises(NotFound, match="model 1"):
             coordinator.change(action="rollback", model_version=1)
     assert len(made) == 1
     event.remove(coordinator.store.engine, "commit", fail)

@@ -416,4 +416,4 @@ def test_a_gap_of_more_than_five_periods_is_left_out(tree, clock):
             clock.now += pause
             meter.sample()
     assert (phase.energy.joules, phase.energy.coverage) == (pytest.approx(4 * 8), pytest.approx(8 / 14))
-    assert "too rarely" in phase.energy.reason
+    assert "too rare" in phase.energy.reason

@@ -121,7 +121,7 @@ def test_a_device_whose_budget_saves_little_is_told_what_helps():
     choice = chosen(Known(seconds=100, fixed=0.7))
     assert (choice.budget, choice.fits) == (0.1, True)
     (advice,) = choice.advice
-    assert "fedspu at a budget of 0.1 saves 27%" in advice
+    assert "fedspu at a budget of 0.1 saves 27 %" in advice
     assert "batch_size below 16" in advice
 
 

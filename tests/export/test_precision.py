@@ -304,7 +304,7 @@ def test_the_fastest_that_is_right_is_chosen():
     assert choice.chosen.bytes == choice.model.ByteSize() < model.ByteSize()
     assert run(choice.model, inputs).argmax(axis=1).shape == (64,)
     assert "int8, measured on 64 samples\n  fp32: 3000.000 ms (p50), " in str(choice)
-    assert "accuracy 84.38%" in str(choice)
+    assert "accuracy 84.38 %" in str(choice)
 
 
 def test_int8_that_is_not_faster_is_refused():
@@ -322,15 +322,15 @@ def test_int8_that_loses_accuracy_is_refused():
     # ranges measured on next to nothing: all that is larger is cut off
     choice = choose(model, inputs * np.float32(1e-3), inputs, labels, runs=3, clock=clock(3, 2, 1))
     assert choice.precision == "fp32"
-    assert choice.trials[1].refused.startswith("accuracy falls from 100.00% to ")
-    assert choice.trials[1].refused.endswith(", more than 1.00%")
+    assert choice.trials[1].refused.startswith("accuracy falls from 100.00 % to ")
+    assert choice.trials[1].refused.endswith(", more than 1.00 %")
 
 
 def test_without_labels_the_classes_must_agree():
     model, inputs = builtin("mnist")
     choice = choose(model, inputs * np.float32(1e-3), inputs, runs=3, clock=clock(3, 2, 1))
     assert choice.precision == "fp32"
-    assert choice.trials[1].refused.endswith("% of the samples change class, more than 1.00%")
+    assert choice.trials[1].refused.endswith(" % of the samples change class, more than 1.00 %")
     assert choice.trials[1].accuracy is None
 
 
@@ -342,7 +342,7 @@ def test_outputs_that_are_no_classes_must_be_close(max_fall, precision):
     assert choice.precision == precision
     assert choice.trials[1].agreement is None
     if precision == "fp32":
-        assert "of the largest, more than 0.00%" in choice.trials[1].refused
+        assert "of the largest, more than 0.00 %" in choice.trials[1].refused
 
 
 def test_labels_of_outputs_that_are_not_class_scores_are_refused():

@@ -124,9 +124,9 @@ def test_the_command(client, digits, tmp_path, monkeypatch, capsys):
     command = ["default", "--server", inprocess.ADDRESS, "--data", str(file)]
     assert evaluate.main([*command, "--inputs", "x", "--targets", "y"]) == 0
     assert capsys.readouterr().out.startswith("700 samples: accuracy 0.")
-    assert evaluate.main(command) == 1
+    assert evaluate.main(command) == Exit.FAILED
     assert "--inputs and --targets" in capsys.readouterr().err
-    assert evaluate.main([*command, "--inputs", "y", "--targets", "y"]) == 1
+    assert evaluate.main([*command, "--inputs", "y", "--targets", "y"]) == Exit.USAGE
     assert "sparrow evaluate: inputs: int64" in capsys.readouterr().err
     assert evaluate.main([*command[:3], "--data", str(tmp_path / "none.npz")]) == Exit.NOT_FOUND
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04")

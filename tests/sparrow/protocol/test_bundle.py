@@ -1052,11 +1052,11 @@ def assert_promises(decoded: Bundle, manifest: Manifest):
 
 
 WALLS = (
-    "too few for a bundle", "header claims", "truncated", "not JSON", "must hold __metadata__",
+    "too few for a bundle", "header claims", "truncated", "not JSON", "must have __metadata__",
     "not a part of this message", "metadata must have",
-    "must be a string", "has format", "another model", "must give a dtype", "must be integers", "accepted are", "take",
-    "begins at byte", "accounts for", "digest does not match", "description is not JSON", "not allowed in this form",
-    "a draw has exactly", "cannot be drawn", "form must be", "neurons take", "padding bits", "end too early",
+    "must be a string", "has format", "another model", "must have a dtype", "must be integers", "accepted are", "take",
+    "begins at byte", "bytes of data", "digest does not match", "description is not JSON", "not allowed in this form",
+    "a draw has exactly", "cannot be drawn", "form must be", "too few bytes", "padding bits", "end too early",
     "too few bytes", "index lists end after", "must be sorted", "its mask covers", "is not finite",
 )  # fmt: skip
 
@@ -1092,7 +1092,7 @@ SPARSE_WALLS = (
     "weights need", "padding bits", "within a distance", "names position", "bytes, all of its bits",
     "not stored here", "not allowed in this form", "form must be", "scales for", "integers must be in",
     "scales belong", "U8", "take more", "signs other than 0", "are expected; fetch", "a number is not finite",
-    "begins at byte", "its mask covers", "is not finite", "is not JSON", "must hold __metadata__",
+    "begins at byte", "its mask covers", "is not finite", "is not JSON", "must have __metadata__",
 )  # fmt: skip
 
 
