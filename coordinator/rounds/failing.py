@@ -60,8 +60,13 @@ def recovers(device: Device, kind: str) -> bool:
     failure = device.failure
     if failure is None:
         return False
-    # A device that has stopped trains no more, and adapting is the last work of a device.
-    if kind == Kind.adapt or device.status == "stopped" or _rank(failure) == 0:
+    if _rank(failure) == 0:
+        return True
+    # Adapting is the last work of a device. One that never trained successfully adapts a model that is not its own.
+    if kind == Kind.adapt:
+        return device.holds_model or failure.get("kind") != Kind.train.value
+    # A device that has stopped trains no more.
+    if device.status == "stopped":
         return True
     if failure.get("kind") in JUDGING_KINDS:
         return kind in JUDGING_KINDS

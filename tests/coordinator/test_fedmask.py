@@ -229,7 +229,7 @@ def test_an_update_without_a_sign_of_each_weight_is_refused(coordinator, monkeyp
     monkeypatch.setattr("edge_sdk.methods.fedmask.Masks.signs", lambda masks: signs)
     coordinator.rounds.advance()
     session.step()
-    assert f"brings {WEIGHTS} signs" in caplog.text
+    assert f"{WEIGHTS} signs" in caplog.text
 
 
 @pytest.mark.integration

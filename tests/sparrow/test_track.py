@@ -279,7 +279,7 @@ def test_a_full_disk(fails, lab, small_disk, sparrow):
     words = ["track", "lab", "--server", lab.url, "--tensorboard", small_disk / "board", "--every", "0.1"]
     (small_disk / "board").mkdir()
     others = fill(small_disk)
-    assert "make room" in sparrow(*words)[2].splitlines()[-1]
+    assert "free some space" in sparrow(*words)[2].splitlines()[-1]
     assert sparrow(*words)[0] == Exit.FULL
     others.unlink()
     assert sparrow(*words)[0] == Exit.DONE
