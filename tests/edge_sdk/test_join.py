@@ -391,13 +391,13 @@ WRONG = {
     "a payload that is damaged": (
         "payload",
         lambda answer: httpx.Response(200, content=b"x"),
-        "never matched",
+        "did not match",
         "bad-payload/damaged",
     ),
     "a payload that is no bundle": (
         "assignment",
         changed(payload={"bytes": 2, "sha256": "0" * 64}),
-        "never matched its digest",
+        "did not match its digest",
         "bad-payload/damaged",
     ),
     "a payload of petabytes": (
