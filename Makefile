@@ -40,7 +40,7 @@ test-integration: runtime
 test-slow: runtime
 	$(BIN)/python -m pytest -m slow --ignore tests/system/test_zoo.py
 
-# The fast tests with httpx2, which is chosen where it is installed: here in a folder of its own, so that other tests use httpx.
+# Not in CI: the fast tests with httpx2, which is chosen where it is installed: here in a folder of its own, so that other tests use httpx.
 test-httpx2: setup
 	$(PIP) --upgrade --no-deps --target runs/httpx2 $(HTTPX2)
 	PYTHONPATH=$(CURDIR)/runs/httpx2 $(BIN)/python -m pytest -n auto --dist worksteal
