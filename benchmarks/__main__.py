@@ -52,7 +52,8 @@ def _analyse(options: argparse.Namespace) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    experiment, name = load_experiment(options.experiment), Path(options.experiment).stem
+    experiment = load_experiment(options.experiment)
+    name = Path(options.experiment).stem
     folder: Path = options.folder or Path("runs") / name
     both = [folder / "results.jsonl", folder / "analysis.jsonl"]
     file = options.results or next((file for file in both if file.exists()), both[0])

@@ -37,9 +37,17 @@ from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.simulation.simulate import SimulationOptions, simulate
 
-CHARACTERS, LENGTH, WIDTH, LAYERS, HEADS = 65, 32, 64, 2, 4
+CHARACTERS = 65
+LENGTH = 32
+WIDTH = 64
+LAYERS = 2
+HEADS = 4
 RANK = 2
-DEVICES, COHORT, ROUNDS, STEPS, BATCH = 20, 10, 16, 40, 16
+DEVICES = 20
+COHORT = 10
+ROUNDS = 16
+STEPS = 40
+BATCH = 16
 SEEDS = (0, 1, 2)
 RATES = {"whole": (1e-4, 3e-4, 1e-3, 3e-3), "lora": (3e-4, 1e-3, 3e-3, 1e-2)}
 PRETRAINING_STEPS = 3000
@@ -50,9 +58,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.hidden, self.back = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.hidden = nn.Linear(WIDTH, 4 * WIDTH)
+        self.back = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [N, length, width]."""
@@ -75,7 +85,8 @@ class Text(nn.Module):
         self.embedding = nn.Embedding(CHARACTERS, WIDTH)
         self.places = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CHARACTERS)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CHARACTERS)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the scores."""
@@ -88,7 +99,8 @@ def tuned(model: nn.Module, how: str) -> nn.Module:
     if how == "whole":
         return model
     if find_spec("torchvision") is not None:
-        torchvision()  # its operators are declared before peft imports it
+        # peft imports torchvision, so its operators must be declared first.
+        torchvision()
     from peft import LoraConfig, get_peft_model
 
     targets = ["query", "key", "value", "out", "hidden", "back"]
@@ -128,7 +140,8 @@ def pretrained(path: Path) -> dict[str, Tensor]:
         return weights
     torch.manual_seed(0)
     text = np.concatenate(_roles(path)[DEVICES:])
-    model, chance = Text(), np.random.default_rng(0)
+    model = Text()
+    chance = np.random.default_rng(0)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plan = torch.optim.lr_scheduler.OneCycleLR(optimiser, 2e-3, PRETRAINING_STEPS)
     for _ in tqdm(range(PRETRAINING_STEPS), desc="pre-training", mininterval=5):
@@ -153,7 +166,8 @@ def trial(path: Path, how: str, engine: str, rate: float, seed: int, rounds: int
         train, validation, test = np.split(windows, [len(windows) - 2 * rest, len(windows) - rest])
         model = Text()
         model.load_state_dict(weights)
-        held_out = None if rounds < ROUNDS else _batches(test)  # settings are chosen without it
+        # The runs that choose the settings do not see the test data.
+        held_out = None if rounds < ROUNDS else _batches(test)
         parts = (_batches(train), _batches(validation), held_out)
         return Task("speech", tuned(model, how), nn.CrossEntropyLoss(), *parts, classification=False, metrics=("top1",))
 
@@ -209,7 +223,8 @@ def _run(path: Path) -> None:
     if not any(row["how"] == "none" for row in _recorded()):
         _record({"how": "none", "engine": "torch", "rate": 0.0, "seed": 0, "rounds": 0, "top1": untuned(path)})
     keys = ("how", "engine", "rate", "seed", "rounds")
-    plans = [(how, "torch", rate, 100, ROUNDS // 2) for how, rates in RATES.items() for rate in rates]  # the choice
+    # Choose the learning rates first.
+    plans = [(how, "torch", rate, 100, ROUNDS // 2) for how, rates in RATES.items() for rate in rates]
     known = {tuple(row[key] for key in keys): row for row in _recorded()}
     for plan in plans:
         known.setdefault(plan, {})

@@ -133,7 +133,8 @@ def cases(manifest: Manifest) -> dict[str, tuple[Callable[[], Sums], list[Mask |
     own = [random_mask(manifest, counts, seed) for seed in range(1, UPDATES + 1)]
     drawn = [draw_neurons(manifest, NeuronDraw(f"device-{n}", ratio)) for n in range(UPDATES)]
     for mask in (held, *own):
-        _ = mask.digest, mask.index  # what decoding an update has found out already
+        # Decoding an update computes these cached values before it is folded, so they are not measured.
+        _ = mask.digest, mask.index
     return {
         "dense": (lambda: MaskedSums(manifest), [None] * UPDATES),
         "float32": (lambda: Fused32(manifest), [None] * UPDATES),
@@ -154,7 +155,8 @@ def flower(manifest: Manifest) -> Iterator[Callable[[], float] | None]:
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
         assert peer.stdin is not None
         assert peer.stdout is not None
-        asked, answers = peer.stdin, peer.stdout
+        asked = peer.stdin
+        answers = peer.stdout
 
         def ask() -> float:
             print(file=asked, flush=True)

@@ -40,7 +40,10 @@ from sparrow.protocol.settings import FederationSettings
 from sparrow.transport import connect, httpx
 
 TASKS = ("mnist", "mnist:leaf")
-BATCH, STEPS, TURNS, SAMPLES = 32, 120, 3, 640
+BATCH = 32
+STEPS = 120
+TURNS = 3
+SAMPLES = 640
 HOST = "phones.test"
 """A name under which a page is not isolated, so that it has one thread."""
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -75,7 +78,8 @@ def sdk_milliseconds(task: str, budget: float, threads: int) -> float:
     graphs = Graphs(built_in.graphs["step"], built_in.graphs["evaluation"])
     network = Network(manifest, Sessions(graphs, threads=threads))
     network.load(initial_values(manifest, 0))
-    chance, count = np.random.default_rng(0), SAMPLES
+    chance = np.random.default_rng(0)
+    count = SAMPLES
     inputs = chance.random((count, *manifest.input_shape), np.float32)
     batches = ArrayBatches(Arrays(inputs, np.arange(count) % manifest.output_shape[0]), BATCH)
     mask = draw_neurons(manifest, NeuronDraw("any", budget)) if budget < 1 else None
@@ -127,13 +131,15 @@ def page_row(browser: Any, address: str, task: str, budget: float, threads: int)
 def _renderers() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended meanwhile
+        # A process may end meanwhile.
+        with suppress(psutil.Error):
             found += [process] if "--type=renderer" in " ".join(process.cmdline()) else []
     return found
 
 
 def _pss(process: psutil.Process) -> int:
-    with suppress(psutil.Error):  # a process that Chromium kept in reserve
+    # Chromium ends processes that it kept in reserve.
+    with suppress(psutil.Error):
         return int(process.memory_full_info().pss)
     return 0
 

@@ -51,11 +51,14 @@ from sparrow.transport import connect
 
 TASK = "mnist:leaf"
 DUTIES = (1.0, 0.85, 0.7, 0.6, 0.5)
-ROUNDS, STEPS, BATCH = 3, 25, 32
+ROUNDS = 3
+STEPS = 25
+BATCH = 32
 SPARE = 1.05
 """The deadline leaves the fastest device this times what its whole round takes."""
 
-SPREAD_BOUND, SECONDS_BOUND = 0.7, 0.25
+SPREAD_BOUND = 0.7
+SECONDS_BOUND = 0.25
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class Clock:
     """A device's clock: wall time, or the processor time of this process, in which rests take no time."""
 
     def __init__(self, *, processor: bool) -> None:
-        self._processor, self._rested = processor, 0.0
+        self._processor = processor
+        self._rested = 0.0
 
     def __call__(self) -> float:
         return time.process_time() + self._rested if self._processor else time.monotonic()
@@ -162,7 +166,8 @@ def _whole_round(server: str, clock: Clock) -> float:
     """Return the seconds of a round's training at budget 1, measured on this machine."""
     with connect(server, timeout=60) as client:
         transport = Transport(client)
-        info, manifest = transport.federation("budgets"), transport.manifest("budgets")
+        info = transport.federation("budgets")
+        manifest = transport.manifest("budgets")
     return Predictor(_task(info, manifest), manifest, info.settings, memory=False, clock=clock).at(1.0).seconds
 
 

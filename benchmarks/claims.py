@@ -204,7 +204,8 @@ class Figures:
         self, file: str, label: str, kind: str | None = None, severity: int | None = None, **axes: Value
     ) -> Estimate:
         """Return the mean over seeds on corrupted test images: of one kind and severity, or over those left out."""
-        asked, found = {"corruption": kind, "severity": severity}, []
+        asked = {"corruption": kind, "severity": severity}
+        found = []
         for trial in self.trials(file, label, axes):
             shown = [
                 each.accuracy.mean
@@ -243,7 +244,8 @@ class Figures:
         found = {}
         for trial in self.trials(file, label, {}):
             among = participants(trial)
-            known, losses = accuracy_among(among), [device.loss for device in among if device.loss is not None]
+            known = accuracy_among(among)
+            losses = [device.loss for device in among if device.loss is not None]
             if known is None and not losses:
                 raise SystemExit(f"{trial.trial.name} in {file}.jsonl was not evaluated so")
             found[trial.trial.seed] = 100 * (known.mean if known is not None else 1 - fmean(losses))
@@ -277,7 +279,8 @@ class Figures:
 
     def difference_to_best(self, file: str, label: str, *others: str) -> Estimate:
         """Return the first label's score minus that of the best of the others, seed by seed."""
-        own, best = self.each_score(file, label), self.each_score(file, self.best_of(file, *others))
+        own = self.each_score(file, label)
+        best = self.each_score(file, self.best_of(file, *others))
         return _estimate([own[seed] - best[seed] for seed in sorted(own.keys() & best.keys())])
 
     def better(self, file: str, label: str, other: str, **axes: Value) -> float:
@@ -426,7 +429,8 @@ class Figures:
         played = "; ".join(_played(each) for each in own.used.values() if each)
         rounds = _rounds([trial for each in own.used.values() for trial in each])
         result = claim["value"] if claim["value"] in NO_CLAIMS else verdict(held, claim.get("missing", ""), rounds)
-        missing, note = claim.get("missing", ""), claim.get("note", "")
+        missing = claim.get("missing", "")
+        note = claim.get("note", "")
         if missing and held:
             missing = f"missing: {missing}"
         running = ", ".join(self._running.get(f"{claim['paper']} {claim['item']}", ()))
@@ -467,7 +471,8 @@ def rebuild(docs: Path = DOCS, folder: Path = ROWS) -> dict[Path, str]:
     """
     if not docs.is_dir():
         raise SystemExit(f"{docs} is not there: run this in a clone, which has the pages and their rows")
-    figures, found = Figures(folder), {}
+    figures = Figures(folder)
+    found = {}
     values = named_values(folder, figures)
     if values:
         found[folder / "values.json"] = json.dumps(values, indent=1, ensure_ascii=False) + "\n"

@@ -112,7 +112,8 @@ def play(task: str, seed: int, folder: Path, **settings: Any) -> Result:
 
 def device_task(task: str, folder: Path, seed: int, index: int) -> Task:
     """Return the task of a device, with its part of the data."""
-    path, (partition, parts) = "" if task == "digits" else f"{folder},", TASKS[task]
+    path = "" if task == "digits" else f"{folder},"
+    partition, parts = TASKS[task]
     data = f"{path}{partition},of={parts[index % len(parts)]},index={index}"
     return load_task(task, data, device=f"device-{index}", seed=seed, batch_size=16)
 

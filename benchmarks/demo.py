@@ -48,7 +48,8 @@ TASK = "digits"
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
 ALPHA = 0.3
 ROUNDS = 30
-WATTS = "2.3:6.4"  # a Raspberry Pi 4B, idle and busy: only where the machine has no sensor, and labelled so
+WATTS = "2.3:6.4"
+"""The power of a Raspberry Pi 4B, idle and busy. It is used, and labelled, only on machines without a sensor."""
 LIMIT_SECONDS = 600
 AGAIN = "make demo KEEP=1"
 
@@ -108,7 +109,8 @@ def run(folder: Path, server: str, seed: int, **settings: Any) -> dict[str, Any]
         **settings,
     )
     request = CreateFederation(name="demo", task=TASK, settings=asked)
-    with connect(server) as client:  # what publish does for a built-in task; publishing one's own needs PyTorch
+    # The same as publish() for a built-in task, without PyTorch.
+    with connect(server) as client:
         Transport(client).create_federation(request.as_given().encode(), "application/json")
     with devices(folder, server, seed) as processes:
         info, records = watch(server, processes, folder)
@@ -259,7 +261,8 @@ def local_only(engine: Engine, task: Task, settings: FederationSettings, progres
     steps. The best round's model is chosen as a device does.
     """
     engine.load(initial_values(engine.manifest, settings.seed))
-    lowest, accuracy = math.inf, 0.0
+    lowest = math.inf
+    accuracy = 0.0
     for number in range(progress.rounds):
         engine.train(
             task.train,

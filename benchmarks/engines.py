@@ -60,7 +60,8 @@ FOOTPRINTS = (("digits", 20), ("mnist:leaf", 32))
 """Task and batch size of the federations that device processes take part in."""
 DEVICES = {"digits": 10, "mnist": 100, "cifar10": 100}
 """Tasks whose accuracy is compared, and how many devices train them."""
-COHORT, ROUNDS = 5, 20
+COHORT = 5
+ROUNDS = 20
 SEEDS = 3
 SAMPLES = 1000
 """Of the file of a device whose task has no data of its own."""
@@ -128,7 +129,8 @@ def onnx_step(setting: Setting, graphs: Graphs, part: Part = EVERYTHING) -> Step
     tensors = {spec.name: np.ascontiguousarray(state[spec.name]) for spec in setting.manifest.kept}
     network.load(tensors | {name: tensors[name] * exists for name, exists in (part.elements or {}).items()})
     training = Training(network, Rule(learning_rate=LEARNING_RATE), part)
-    inputs, targets = setting.inputs.contiguous().numpy(), setting.targets.numpy()
+    inputs = setting.inputs.contiguous().numpy()
+    targets = setting.targets.numpy()
 
     def step() -> None:
         training.step(inputs, targets)
@@ -217,7 +219,8 @@ def install(sources: Path, folder: Path, extra: str) -> tuple[Path, int]:
     left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "*.egg-info")
     shutil.copytree(sources, folder / "sources", ignore=left_out)
     subprocess.run([sys.executable, "-m", "venv", folder / "environment"], check=True)
-    python, before = folder / "environment" / "bin" / "python", _bytes(folder / "environment")
+    python = folder / "environment" / "bin" / "python"
+    before = _bytes(folder / "environment")
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     constraints = ["--constraint", str(folder / "sources" / "constraints.txt")]
     subprocess.run([*pip, *constraints, f"{folder / 'sources'}[{extra}]"], check=True)
@@ -292,11 +295,10 @@ def steps_section(rows: Sequence[Row]) -> str:
     turns = len(rows[0]["seconds"]["onnx"])
     mean = prod(ratios) ** (1 / len(ratios))
     head = HEAD.format(turns=turns, machine=rows[0]["machine"], count=len(rows), mean=mean, largest=max(ratios))
-    table = [
-        [row["model"], str(row["batch"]), *(f"{1e3 * statistics.median(row['seconds'][name]):.2f}" for name in
-         ("torch", "onnx")), f"{each:.2f}"]
-        for row, each in zip(rows, ratios, strict=True)
-    ]  # fmt: skip
+    table = []
+    for row, each in zip(rows, ratios, strict=True):
+        seconds = [f"{1e3 * statistics.median(row['seconds'][name]):.2f}" for name in ("torch", "onnx")]
+        table.append([row["model"], str(row["batch"]), *seconds, f"{each:.2f}"])
     parts = [head, markdown_table(["model", "batch", "torch, ms", "onnx, ms", "onnx / torch"], table)]
     masked = [
         [row["model"], str(row["batch"]), name, f"{ratio(row, name, 'torch'):.2f}", f"{ratio(row, name, 'onnx'):.2f}"]

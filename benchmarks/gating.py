@@ -141,7 +141,8 @@ def _small(of: Round) -> Callable[[], None]:
         steps.small(of.setting, steps.rows_on(of.setting, of.manifest.block_table, choice), 0.9)
         for choice in of.choices()
     ]
-    for network in networks:  # one that was never run is slow the first time
+    # The first run of a network is slow, so it is not measured.
+    for network in networks:
         network()
     gated = gated_model(of.job, {})
     optimiser = torch.optim.SGD(gated.gate.parameters(), lr=0.1, momentum=0.9)
@@ -201,9 +202,11 @@ def _peak_of(model: str, batch: int, name: str) -> int:
 def _peak(model: str, batch: int, name: str) -> int:
     """Return the peak in bytes above the memory before there was a model; the data are not part of it."""
     torch.set_num_threads(1)
-    dict(_rounds("mnist:small", 2))[name]()  # libraries that are loaded late belong to the base
+    # Load all libraries now, so that they count as part of the base.
+    dict(_rounds("mnist:small", 2))[name]()
     measured = dict(_rounds(model, batch))[name]
-    held: list[torch.nn.Parameter] = list(measured.task.model.parameters())  # made with the data
+    # The model is made together with the data, so its parameters are subtracted from the base.
+    held: list[torch.nn.Parameter] = list(measured.task.model.parameters())
     base = memory.resident() - sum(parameter.nbytes for parameter in held)
     memory.forget_peak()
     measured()
@@ -215,7 +218,8 @@ def page(rows: list[Row]) -> str:
     names = [f"{cost}, {gradients}" for cost in ("parameters", "flops") for gradients in ("exact", "estimated")]
     lines = []
     for row in rows:
-        seconds, held = row["seconds"], row["bytes"]
+        seconds = row["seconds"]
+        held = row["bytes"]
         for name in names:
             small = seconds[f"{name.partition(',')[0]}, small"]
             lines.append(

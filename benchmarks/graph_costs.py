@@ -47,7 +47,8 @@ class Row:
 def measure(name: str, graphs: Graphs, manifest: Manifest, inputs: Array, targets: Array) -> Row:
     """Take steps on a batch. Raises GraphError for graphs that a device refuses."""
     needs, _ = check_graphs(graphs, manifest)
-    speed, samples = measured_speed(), len(inputs)
+    speed = measured_speed()
+    samples = len(inputs)
     network = Network(manifest, Sessions(graphs))
     chance = np.random.Generator(np.random.PCG64(0))
     some = {spec.name: chance.uniform(0.5, 1, spec.shape).astype(np.dtype(spec.dtype)) for spec in manifest.kept}

@@ -46,7 +46,8 @@ from sparrow.simulation import in_process
 from sparrow.simulation.fleet import MEMORY, run_fleet
 from sparrow.simulation.host import Plan
 
-DEVICES, ROUNDS = 20, 10
+DEVICES = 20
+ROUNDS = 10
 LEARNING_RATE = 0.1
 SEEDS = (0, 1, 2)
 OTHER_SEED = 100

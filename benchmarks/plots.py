@@ -104,7 +104,8 @@ def gates(
     path: Path,
 ) -> None:
     """Draw a dendrogram of devices, and histograms in 20 bins of 0..1 by round, from pale to strong."""
-    from scipy.cluster.hierarchy import dendrogram  # takes a second
+    # Imported here, because the import takes a second.
+    from scipy.cluster.hierarchy import dendrogram
 
     figure, (tree, bins) = pyplot.subplots(1, 2, figsize=(9.5, 3.8), dpi=DPI)
     dendrogram(np.array(linkage), labels=list(names), orientation="right", ax=tree, color_threshold=0)

@@ -41,7 +41,9 @@ def measure(task: str, batch: int, steps: int) -> list[Row]:
     )
     rows = []
     for cell in profile(subject, BUDGETS, steps=steps, clock=time.process_time).rows:
-        measured, predicted, memory = cell.measured, cell.predicted, cell.memory
+        measured = cell.measured
+        predicted = cell.predicted
+        memory = cell.memory
         assert measured is not None, "a machine for benchmarks has the memory"
         assert measured.flops is not None, "PyTorch counts them"
         rows.append(
@@ -121,7 +123,8 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    least, most = min(numbers), max(numbers)
+    least = min(numbers)
+    most = max(numbers)
     if most == 1:
         return "once"
     return f"{least} times" if least == most else f"{least} to {most} times"

@@ -131,7 +131,9 @@ def work(data: str, path: Path = LIST, results: Path = RESULTS, folder: Path = W
     """Run the waiting trials, one after the other. data: the folder with the data of all experiments."""
     while left := list(waiting(path, results, folder)):
         following = left[0]
-        experiment, trial, name = following.experiment, following.trial, following.trial.experiment
+        experiment = following.experiment
+        trial = following.trial
+        name = following.trial.experiment
         print(f"{name}: {trial.name}; {len(left)} left", file=sys.stderr, flush=True)
         of_entry = str(_small(following.entry.small, data, folder)) if following.entry.small else data
         where = Where(data=of_entry, folder=folder / name, processes=1)
@@ -164,7 +166,8 @@ def _tuned(entry: Entry, experiment: Experiment) -> list[str]:
 def _choose(experiment: Experiment, trial: Trial, where: Where, results: Path) -> None:
     """Choose the settings of a tuning trial's label, and keep its rows and the choice."""
     name = trial.experiment
-    file, kept = where.folder / "tuning.jsonl", results / f"{name}.tuning.jsonl"
+    file = where.folder / "tuning.jsonl"
+    kept = results / f"{name}.tuning.jsonl"
     where.folder.mkdir(parents=True, exist_ok=True)
     if not file.exists():
         file.write_text(rows.text_of(kept))

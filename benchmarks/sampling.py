@@ -94,7 +94,8 @@ def _conditions(name: str, system: System, reads: int) -> Row:
 def _meter(name: str, system: System, seconds: float) -> Row:
     """Run a meter with its thread while the process sleeps."""
     with EnergyMeter(system, period_seconds=PERIOD_SECONDS) as meter:
-        start, used = time.monotonic(), _used()
+        start = time.monotonic()
+        used = _used()
         with meter.phase("sleep"):
             time.sleep(seconds)
         share = (_used() - used) / (time.monotonic() - start)
@@ -116,7 +117,8 @@ def _cost(work: Callable[[], object], times: int) -> float:
 
 
 def _used() -> float:
-    import resource  # which Windows has not
+    # Imported here, because Windows lacks this module.
+    import resource
 
     return sum(
         usage.ru_utime + usage.ru_stime

@@ -32,8 +32,11 @@ from sparrow.bench import server
 from sparrow.protocol.secure.groups import Sharing, choose_sharing
 from sparrow.simulation.simulate import SimulationOptions, simulate
 
-DEVICES, ROUNDS, TURNS = 20, 3, 3
-COLLUDERS, DROPOUTS = 1, 0.3
+DEVICES = 20
+ROUNDS = 3
+TURNS = 3
+COLLUDERS = 1
+DROPOUTS = 0.3
 SETTINGS: dict[str, Any] = {
     "method": "fedavg",
     "rounds": ROUNDS,
@@ -71,7 +74,9 @@ def _cpu_seconds(process: int) -> float:
 def measure(secure: bool) -> dict[str, Any]:
     """Return the cost of a federation per device-round."""
     with tempfile.TemporaryDirectory() as folder, server.started(Path(folder)) as (address, process):
-        before, begin, wall = _cpu_seconds(process), time.process_time(), time.perf_counter()
+        before = _cpu_seconds(process)
+        begin = time.process_time()
+        wall = time.perf_counter()
         result = simulate(
             address,
             _task,
@@ -81,7 +86,8 @@ def measure(secure: bool) -> dict[str, Any]:
             secure=secure,
             **SETTINGS,
         )
-        devices, seconds = time.process_time() - begin, time.perf_counter() - wall
+        devices = time.process_time() - begin
+        seconds = time.perf_counter() - wall
         coordinator = _cpu_seconds(process) - before
     assert result.ended is not None
     rounds = DEVICES * ROUNDS
@@ -150,8 +156,10 @@ def main() -> None:
     sharing = choose_sharing(DEVICES, COLLUDERS, DROPOUTS)
     assert sharing is not None
     shapes = [list(each.shape) for each in _task(0).model.state_dict().values()]
-    flower, rows = Flower(shapes, sharing), []
-    measure(secure=False)  # compiling, and what is loaded once
+    flower = Flower(shapes, sharing)
+    rows = []
+    # Warm up: the first run compiles and loads libraries.
+    measure(secure=False)
     with (ROWS / "secure.jsonl").open("w") as file:
         for _ in range(turns):
             for play in (measure, flower.in_memory, flower.on_its_engine):

@@ -177,7 +177,8 @@ def _speeds(rows: Sequence[Row], peer: str) -> list[str]:
 
 def _scaled(row: Row) -> list[str]:
     memory = (row["peak_memory_bytes"]["pss"], row["coordinator_peak_rss"], row["state_bytes"])
-    rate, seconds = row["device_rounds_per_second"], row["seconds_whole_command"]
+    rate = row["device_rounds_per_second"]
+    seconds = row["seconds_whole_command"]
     return [str(row["devices"]), f"{rate:.1f}", f"{seconds:.0f}", *(f"{each / 1e6:.0f}" for each in memory)]
 
 

@@ -73,10 +73,13 @@ def roles(data: Path, chance: Chance) -> Arrays:
 def voices(data: Path, chance: Chance) -> Arrays:
     """Return 80 sounds of each of six synthetic voices that say eight words: energies of 24 bands over 32 frames. A
     word is a way of two formants; voices differ in pitch, in the length of their throats and in how they say it."""
-    xs, ys, people = [], [], []
+    xs = []
+    ys = []
+    people = []
     words = chance.uniform(300, 2400, (8, 2, 4))
     for voice, pitch in enumerate((95, 120, 150, 190, 235, 290)):
-        throat, manner = chance.uniform(0.75, 1.3), chance.normal(0, 250, (8, 2, 4))
+        throat = chance.uniform(0.75, 1.3)
+        manner = chance.normal(0, 250, (8, 2, 4))
         for _ in range(80):
             word = int(chance.integers(8))
             xs.append(_sound(chance, pitch, throat * (words[word] + manner[word])))
@@ -93,7 +96,8 @@ def digits(data: Path, chance: Chance) -> Arrays:
 
 def writers(data: Path, chance: Chance) -> Arrays:
     """Return 60 digits of each of 20 writers (MNIST, by QMNIST's writers)."""
-    found, written = _load(data / "mnist.npz"), _load(data / "mnist_writers.npz")["writer_train"]
+    found = _load(data / "mnist.npz")
+    written = _load(data / "mnist_writers.npz")["writer_train"]
     counts = np.bincount(written)
     chosen = _some(chance, np.flatnonzero(counts >= 100), 20)
     return _of_people((writer, _some(chance, np.flatnonzero(written == writer), 60)) for writer in chosen)(

@@ -152,7 +152,8 @@ def small(setting: Setting, widths: Mapping[str, int], momentum: float = 0.0) ->
 def smaller(model: nn.Module, widths: Mapping[str, int], inputs: Tensor) -> nn.Module:
     """Return a chain of layers like ``model`` in which layer ``name`` has ``widths[name]`` neurons."""
     layers: dict[str, nn.Module] = {}
-    channels, spatial = inputs.shape[1], True
+    channels = inputs.shape[1]
+    spatial = True
     positions = 1
     value = inputs[:1].clone()
     for name, layer in model.named_children():
@@ -167,7 +168,8 @@ def smaller(model: nn.Module, widths: Mapping[str, int], inputs: Tensor) -> nn.M
             made = nn.GroupNorm(math.gcd(layer.num_groups, channels), channels)
         elif isinstance(layer, nn.Linear):
             wide = channels * positions if spatial else channels
-            made, spatial = nn.Linear(wide, widths.get(name, layer.out_features), bias=layer.bias is not None), False
+            made = nn.Linear(wide, widths.get(name, layer.out_features), bias=layer.bias is not None)
+            spatial = False
             channels = widths.get(name, layer.out_features)
         else:
             made = copy.deepcopy(layer)
@@ -203,17 +205,20 @@ def gated(setting: Setting, table: BlockTable, selections: Sequence[Selection], 
     """Return our step with block gates, other ones in every batch; both paths of a gating layer learn."""
     model = setting.network()
     for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()  # blocks are runs of values in memory
+        # Blocks are contiguous runs of values in memory.
+        parameter.data = parameter.data.contiguous()
     gates = GatedModel(model, table, probe=probe)
     optimiser = _optimiser(gates.leaves, 0.9)
-    scales, importances = torch.rand(len(table.sizes)), torch.rand(len(table.sizes))
+    scales = torch.rand(len(table.sizes))
+    importances = torch.rand(len(table.sizes))
     taken = 0
 
     def step() -> None:
         nonlocal taken
         selected = selections[taken % len(selections)]
         taken += 1
-        of_batch, of_blocks = scales.clone().requires_grad_(), importances.clone().requires_grad_()
+        of_batch = scales.clone().requires_grad_()
+        of_blocks = importances.clone().requires_grad_()
         on = torch.from_numpy(selected).float()
         straight_through = of_batch * (on + of_blocks - of_blocks.detach())
         optimiser.zero_grad()
@@ -226,7 +231,8 @@ def gated(setting: Setting, table: BlockTable, selections: Sequence[Selection], 
 
 def rows_on(setting: Setting, table: BlockTable, selected: Selection) -> dict[str, int]:
     """Return layer -> the number of its rows with an active block."""
-    widths, place = {}, 0
+    widths = {}
+    place = 0
     shapes = {name: parameter.shape for name, parameter in setting.model.named_parameters()}
     for name, sizes in table.tensors.items():
         ends = [0, *accumulate(sizes)]

@@ -154,7 +154,8 @@ def gates() -> Iterator[Callable[[], Row]]:
             steps.small(part, steps.rows_on(setting, table, selected), 0.9)
             for selected in selections[:: SELECTIONS // 8]
         ]
-        for step in of_each:  # a network that was never run is slow the first time
+        # The first run of a network is slow, so it is not measured.
+        for step in of_each:
             step()
         turn = 0
 
@@ -164,7 +165,8 @@ def gates() -> Iterator[Callable[[], Row]]:
             turn += 1
 
         for name in ("exact", "estimated", "none"):
-            for _ in range(SELECTIONS):  # momentum of every block exists
+            # Run until every block has a momentum.
+            for _ in range(SELECTIONS):
                 variants[name]()
         kept = float(np.mean([table.sizes[on].sum() / table.sizes.sum() for on in selections]))
         return _cell(
@@ -226,7 +228,8 @@ def _in_a_process(model: str, kind: str) -> int:
 def _peak(model: str, kind: str) -> int:
     """Return the peak in bytes above the memory before there was a model."""
     torch.set_num_threads(1)
-    steps.dense(Setting.of("mnist:small", 2), 0.9)()  # libraries that are loaded late belong to the base
+    # Load all libraries now, so that they count as part of the base.
+    steps.dense(Setting.of("mnist:small", 2), 0.9)()
     base = memory.resident()
     setting = Setting.of(model, 128)
     step = _step(setting, kind)

@@ -48,9 +48,18 @@ STATIONS = ("mask", "pack", "encode", "decode", "fold")
 def model() -> nn.Module:
     """Return a CNN of 2.2 million parameters: two convolutions with batch norm, a flatten, two linear layers."""
     return nn.Sequential(
-        *(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(64, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(128 * 8 * 8, 256), nn.ReLU(), nn.Linear(256, 10)),
+        nn.Conv2d(3, 64, 3, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 128, 3, padding=1),
+        nn.BatchNorm2d(128),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128 * 8 * 8, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
     )
 
 
@@ -72,7 +81,8 @@ class Ours:
         self.sums = MaskedSums(manifest)
 
     def make_mask(self, draw: NeuronDraw) -> None:
-        self.draw, self.mask = draw, draw_neurons(self.manifest, draw)
+        self.draw = draw
+        self.mask = draw_neurons(self.manifest, draw)
 
     def pack(self, tensors: Tensors) -> Any:
         return pack(self.manifest, tensors, self.mask)
@@ -120,7 +130,9 @@ class Elements:
     """The product's code under an element mask; ``sent`` is an update's, ``held`` the round's."""
 
     def __init__(self, manifest: Manifest, held: ElementMask, sent: ElementMask) -> None:
-        self.manifest, self.held, self.sent = manifest, held, sent
+        self.manifest = manifest
+        self.held = held
+        self.sent = sent
         self.sums = ElementSums(manifest, held)
 
     def make_mask(self, draw: NeuronDraw) -> None:
@@ -200,7 +212,8 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
     for density in tqdm(ELEMENT_DENSITIES, desc="elements"):
         held = random_mask(manifest, layer_counts(manifest, density), 0)
         for masks, sent in (("elements", held), ("elements, replaced", replaced(held))):
-            ours, other = Elements(manifest, held, sent), BooleanElements(manifest, held, sent)
+            ours = Elements(manifest, held, sent)
+            other = BooleanElements(manifest, held, sent)
             rows.append(compare(masks, density, ours, other, tensors, repetitions))
     return rows
 
@@ -254,7 +267,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         "|---" * (2 * len(STATIONS) + 7) + "|",
     ]
     for row in rows:
-        ours, other = row["ms"]["ours"], row["ms"]["boolean"]
+        ours = row["ms"]["ours"]
+        other = row["ms"]["boolean"]
         totals = sum(ours.values()), sum(other.values())
         cells = [f"{ours[station]:.2f}" for station in STATIONS] + [f"{totals[0]:.2f}"]
         cells += [f"{other[station]:.2f}" for station in STATIONS] + [f"{totals[1]:.2f}"]

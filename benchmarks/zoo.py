@@ -32,7 +32,8 @@ from sparrow.graphs.checking import check_graphs
 from sparrow.protocol.errors import GraphError
 
 PAGE = Path("docs/own-model.md")
-BEGIN, END = "<!-- made by python -m benchmarks.zoo -->", "<!-- end -->"
+BEGIN = "<!-- made by python -m benchmarks.zoo -->"
+END = "<!-- end -->"
 WORDS = 1000
 
 _OPERATORS = (
@@ -71,7 +72,8 @@ class Picked(nn.Module):
 
     def __init__(self, model: nn.Module, pick: Callable[[Any], Tensor]) -> None:
         super().__init__()
-        self.model, self.pick = model, pick
+        self.model = model
+        self.pick = pick
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs for a batch."""
@@ -127,9 +129,13 @@ class UNet(nn.Module):
                 layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
             return nn.Sequential(*layers)
 
-        self.down1, self.down2, self.down3 = block(3, width), block(width, 2 * width), block(2 * width, 4 * width)
-        self.up2, self.join2 = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), block(4 * width, 2 * width)
-        self.up1, self.join1 = nn.ConvTranspose2d(2 * width, width, 2, 2), block(2 * width, width)
+        self.down1 = block(3, width)
+        self.down2 = block(width, 2 * width)
+        self.down3 = block(2 * width, 4 * width)
+        self.up2 = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2)
+        self.join2 = block(4 * width, 2 * width)
+        self.up1 = nn.ConvTranspose2d(2 * width, width, 2, 2)
+        self.join1 = block(2 * width, width)
         self.out = nn.Conv2d(width, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,7 +204,8 @@ def _mixer() -> nn.Module:
     return model
 
 
-IMAGES, WORD = (3, 32, 32), (16,)
+IMAGES = (3, 32, 32)
+WORD = (16,)
 
 
 @dataclass(frozen=True)
@@ -254,7 +261,11 @@ ZOO: dict[str, Entry] = {
             "DistilBertForSequenceClassification",
             "DistilBertConfig",
             _logits,
-            **{"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, **_TEXT},
+            dim=64,
+            n_layers=2,
+            n_heads=4,
+            hidden_dim=128,
+            **_TEXT,
         ),
         WORD,
     ),
@@ -272,7 +283,11 @@ ZOO: dict[str, Entry] = {
             "LlamaForSequenceClassification",
             "LlamaConfig",
             _logits,
-            **{**_BERT, **_TEXT, "num_key_value_heads": 2, "pad_token_id": 0, "use_cache": False},
+            **_BERT,
+            **_TEXT,
+            num_key_value_heads=2,
+            pad_token_id=0,
+            use_cache=False,
         ),
         WORD,
     ),
@@ -301,7 +316,8 @@ LARGER: dict[str, Entry] = {
 
 def seconds(entry: Entry) -> float:
     """Return the processor seconds that compiling a model takes. Raises CannotCompile."""
-    model, inputs = entry.model(), entry.samples(16)
+    model = entry.model()
+    inputs = entry.samples(16)
     targets = _targets(model, inputs)
     begun = time.process_time()
     compile_step(model.train(), cross_entropy, inputs, targets)
@@ -317,7 +333,8 @@ def _targets(model: nn.Module, inputs: Tensor) -> Tensor:
 def row(name: str) -> list[str]:
     """Return the result for a model: its parameters, the share under FedSPU's masks, the engines that train it."""
     entry = ZOO[name]
-    model, inputs = entry.model(), entry.samples(16)
+    model = entry.model()
+    inputs = entry.samples(16)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     try:
         manifest = describe_for("fedspu", model, inputs[:2], task="zoo")
@@ -328,7 +345,8 @@ def row(name: str) -> list[str]:
     targets = _targets(model, inputs)
     try:
         graphs = compile_step(model.train(), cross_entropy, inputs, targets)
-        check_graphs(graphs, describe_whole(model, inputs, task="zoo"))  # as a device does
+        # Devices check graphs in the same way.
+        check_graphs(graphs, describe_whole(model, inputs, task="zoo"))
         engine = "ONNX Runtime or PyTorch"
     except (CannotCompile, GraphError) as error:
         engine = f"PyTorch ({error})"

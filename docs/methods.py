@@ -44,7 +44,8 @@ def tables() -> str:
     ]
     combines = ["| method | `robust` | `noise_multiplier` | `buffer` |", "|---|---|---|---|"]
     for name in names:
-        method, settings = load_method(name), completed(FederationSettings(method=name))
+        method = load_method(name)
+        settings = completed(FederationSettings(method=name))
         cells = (f"`{name}`", _trains(method, settings), _budget(method, settings), _personal(method), _shared(method))
         trains.append(f"| {' | '.join((*cells, _takes(name, method)))} |")
         reasons = (why_mean_only, why_not_private, why_not_buffered)

@@ -11,7 +11,8 @@ from playwright.sync_api import sync_playwright
 from benchmarks import demo
 
 FOLDER = Path(__file__).with_name("pictures")
-WIDTH, HEIGHT = 1280, 1010
+WIDTH = 1280
+HEIGHT = 1010
 
 
 def main() -> int:
@@ -31,7 +32,8 @@ def main() -> int:
             page.goto(server)
             page.locator("figure canvas").last.wait_for()
             for part in ("#admin", "#actions", "#new"):
-                page.locator(part).evaluate("part => part.hidden = true")  # what an observer sees
+                # Show the page as an observer sees it.
+                page.locator(part).evaluate("part => part.hidden = true")
             page.screenshot(path=FOLDER / "page.png")
             browser.close()
     return 0

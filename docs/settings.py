@@ -136,7 +136,8 @@ def page() -> str:
     """Return the whole page."""
     coordinators = _table(Settings, "COORDINATOR_{}", upper=True)
     federations = "\n".join(f"{group.__doc__}\n\n{_table(group, '{}')}" for group in GROUPS)
-    methods, policies = METHODS + _methods(), POLICIES + _table(Policy, "{}")
+    methods = METHODS + _methods()
+    policies = POLICIES + _table(Policy, "{}")
     return HEAD + coordinators + TOKENS + federations + STOPPING + methods + policies
 
 

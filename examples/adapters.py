@@ -15,14 +15,16 @@ class Tuned(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)  # stands for GPT2LMHeadModel.from_pretrained(FOLDER)
+        # The same random base on each device stands in for GPT2LMHeadModel.from_pretrained(FOLDER).
+        torch.manual_seed(0)
         base = GPT2LMHeadModel(GPT2Config(vocab_size=65, n_positions=32, n_embd=64, n_layer=2, n_head=4))
         lora = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
         self.net = get_peft_model(base, LoraConfig(r=4, **lora), adapter_name="shared")
         self.net.add_adapter("own", LoraConfig(r=2, **lora))
         self.net.base_model.set_adapter(["shared", "own"])
 
-    def forward(self, x):  # [N, length] -> [N, characters, length]
+    def forward(self, x):
+        """Return logits [N, characters, length] of characters [N, length]."""
         return self.net(input_ids=x).logits.transpose(1, 2)
 
 

@@ -13,9 +13,11 @@ HOURS = 8
 class Forecast(nn.Module):
     def __init__(self):
         super().__init__()
-        self.memory, self.head = nn.LSTM(3, 16, batch_first=True), nn.Linear(16, 1)
+        self.memory = nn.LSTM(3, 16, batch_first=True)
+        self.head = nn.Linear(16, 1)
 
-    def forward(self, x):  # [N, hours, 3]: power, and the hour as a point on a circle
+    def forward(self, x):
+        """Forecast from [N, hours, 3]: the power, and the hour as a point on a circle."""
         return self.head(self.memory(x)[0][:, -1])
 
 
@@ -23,7 +25,8 @@ def household(number: int) -> Task:
     """Two weeks in which a household of its own habits uses power; the last days are held out."""
     chance = np.random.default_rng(number)
     hours = np.arange(24 * 14)
-    morning, evening = chance.uniform(6, 9), chance.uniform(17, 22)
+    morning = chance.uniform(6, 9)
+    evening = chance.uniform(17, 22)
     power = sum(np.exp(-(((hours % 24 - peak) / 2) ** 2)) for peak in (morning, evening))
     power = power + 0.1 * chance.random(len(hours))
     rows = np.stack([power, np.sin(hours * np.pi / 12), np.cos(hours * np.pi / 12)], 1).astype(np.float32)

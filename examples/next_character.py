@@ -10,13 +10,17 @@ from edge_sdk.tasks import Task
 from sparrow.simulation.simulate import simulate
 
 
-class Text(nn.Module):  # causal convolutions
+class Text(nn.Module):
+    """A network of causal convolutions."""
+
     def __init__(self, width=64):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(65, width), nn.Conv1d(width, 65, 1)
+        self.embedding = nn.Embedding(65, width)
+        self.head = nn.Conv1d(width, 65, 1)
         self.layers = nn.ModuleList(nn.Conv1d(width, width, 2, dilation=2**i) for i in range(4))
 
-    def forward(self, x):  # [N, length] -> [N, 65, length]
+    def forward(self, x):
+        """Return logits [N, 65, length] of characters [N, length]."""
         x = self.embedding(x).transpose(1, 2)
         for i, layer in enumerate(self.layers):
             x = x + layer(nn.functional.pad(x, (2**i, 0))).relu()
@@ -25,7 +29,8 @@ class Text(nn.Module):  # causal convolutions
 
 def role(number: int) -> Task:
     """Return what one of the roles that speak most says; the last tenth is held out."""
-    file = np.load(sys.argv[1])  # text: characters by number; speech i, by role[i], is text[start[i]:start[i + 1]]
+    # text holds the numbers of characters. Speech i, by role[i], is text[start[i]:start[i + 1]].
+    file = np.load(sys.argv[1])
     mine = np.flatnonzero(file["role"] == np.argsort(-np.bincount(file["role"], np.diff(file["start"])))[number])
     text = np.concatenate([file["text"][file["start"][i] : file["start"][i + 1]] for i in mine]).astype(np.int64)
     windows = text[: len(text) // 33 * 33].reshape(-1, 33)

@@ -7,7 +7,8 @@ import random
 import subprocess
 import sys
 
-SPARROW, AT = [sys.executable, "-m", "sparrow"], ["--server", "http://127.0.0.1:8765"]
+SPARROW = [sys.executable, "-m", "sparrow"]
+AT = ["--server", "http://127.0.0.1:8765"]
 COLUMNS = ["temperature", "pressure", "room", "activity"]
 USUAL = {"sit": (20, 101100), "walk": (23, 101300), "run": (27, 101550)}
 PEOPLE = {"anna": ["sit", "walk", "run"], "ben": ["sit", "walk"], "cleo": ["walk", "run"]}

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
-SPARROW, AT = [sys.executable, "-m", "sparrow"], ["--server", "http://127.0.0.1:8765"]
+SPARROW = [sys.executable, "-m", "sparrow"]
+AT = ["--server", "http://127.0.0.1:8765"]
 WORDS = {"yes": (300, 900), "no": (900, 300), "stop": (600, 600)}
 SPEAKERS = {"anna": (1.6, 44_100), "ben": (1.0, 16_000), "cleo": (1.3, 22_050)}
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-SPARROW, AT = [sys.executable, "-m", "sparrow"], ["--server", "http://127.0.0.1:8765"]
+SPARROW = [sys.executable, "-m", "sparrow"]
+AT = ["--server", "http://127.0.0.1:8765"]
 CAMERAS = {"hall": ["ball", "box", "cross"], "yard": ["ball", "box"], "gate": ["box", "cross"]}
 
 
@@ -17,8 +18,10 @@ def picture(kind, chance):
     """Return a made picture of a thing: of any size and colour, on another ground each time."""
     width, height = (int(side) for side in chance.integers(60, 200, 2))
     image = Image.fromarray(chance.integers(0, 120, (height, width, 3), dtype=np.uint8))
-    draw, size = ImageDraw.Draw(image), min(width, height) * chance.uniform(0.3, 0.45)
-    x, y = chance.uniform(size, width - size), chance.uniform(size, height - size)
+    draw = ImageDraw.Draw(image)
+    size = min(width, height) * chance.uniform(0.3, 0.45)
+    x = chance.uniform(size, width - size)
+    y = chance.uniform(size, height - size)
     colour = tuple(int(value) for value in chance.integers(150, 256, 3))
     if kind == "cross":
         draw.line((x - size, y - size, x + size, y + size), fill=colour, width=8)

@@ -79,7 +79,9 @@ def read_folder(path: Path, manifest: Manifest, reference: Reference | None) -> 
 
 def look(stored: StoredState, manifest: Manifest, info: FederationInfo, device: str, records: Path) -> Look:
     """Return the state of one device. records: the folder of the coordinator's records."""
-    method, personal, own = load_method(info.method), stored.personal, stored.own
+    method = load_method(info.method)
+    personal = stored.personal
+    own = stored.own
     names = [spec.name for spec in manifest.kept if spec.trainable]
     model = None if personal is None else {name: personal[name] for name in names}
     if info.method == "dmpfl" and personal is not None:
@@ -87,9 +89,11 @@ def look(stored: StoredState, manifest: Manifest, info: FederationInfo, device: 
         mask = _elements(dual.mask)
         return Look(model, "weights", mask, _shares(mask), _elements(dual.global_mask))
     if info.method == "pfedgate" and "static" in own:
-        table, gates = manifest.block_table, np.asarray(own["static"], dtype=np.float64)
+        table = manifest.block_table
+        gates = np.asarray(own["static"], dtype=np.float64)
         on = gates != 0
-        layers, sizes = manifest.block_groups("layer"), table.sizes
+        layers = manifest.block_groups("layer")
+        sizes = table.sizes
         free = {name: on[blocks][~table.forced[blocks]] for name, blocks in layers.items()}
         kept = {name: float(sizes[blocks][on[blocks]].sum() / sizes[blocks].sum()) for name, blocks in layers.items()}
         gate = {name: tensor for name, tensor in own.items() if name.startswith("gate:") and name.endswith(PARAMETERS)}

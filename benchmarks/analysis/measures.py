@@ -140,7 +140,8 @@ def histogram(values: NDArray[np.floating], low: float = 0.0, high: float = 1.0)
 
 def histogram_distance(one: Sequence[int], other: Sequence[int]) -> float:
     """Return the total variation of two histograms, in 0..1."""
-    first, second = np.array(one, dtype=np.float64), np.array(other, dtype=np.float64)
+    first = np.array(one, dtype=np.float64)
+    second = np.array(other, dtype=np.float64)
     return float(np.abs(first / first.sum() - second / second.sum()).sum() / 2)
 
 

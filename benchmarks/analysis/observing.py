@@ -65,9 +65,12 @@ class Observer:
 
     def __init__(self, client: httpx.Client, plan: Plan, root: Path, records: Path) -> None:
         self._transport = Transport(client)
-        self._plan, self._root, self._records = plan, root, records
+        self._plan = plan
+        self._root = root
+        self._records = records
         self._known = Known.of(self._transport, plan.federation)
-        self._info, self._manifest = self._known.info, self._known.manifest
+        self._info = self._known.info
+        self._manifest = self._known.manifest
         self._method = load_method(self._info.method)
         self._summaries = Summaries(self._labels())
         self._seen: dict[int, _Seen] = {}
@@ -103,7 +106,8 @@ class Observer:
         if self.error is not None:
             raise self.error
         for number in sorted(self._seen):
-            self.close(number)  # devices were missing
+            # Rounds that are still open lacked the answers of some devices.
+            self.close(number)
         return self._summaries.rows()
 
     def close(self, number: int) -> None:
@@ -114,11 +118,14 @@ class Observer:
         if seen.terms:
             rate = self._info.settings.learning_rate_of(number)
             self._summaries.note("theorem", number, summarise(seen.terms, rate))
-        seen.looks, seen.terms, seen.global_model = {}, [], None
+        seen.looks = {}
+        seen.terms = []
+        seen.global_model = None
 
     def _evaluated_round(self, index: int) -> int | None:
         """Return the round after which a device has just been evaluated: of the reported ones, the first not seen."""
-        federation, name = self._plan.federation, self._plan.name(index)
+        federation = self._plan.federation
+        name = self._plan.name(index)
         for record in self._transport.rounds(federation):
             seen = self._seen.get(record.round)
             if not record.evaluated_devices or (seen and (index in seen.looks or not seen.looks)):

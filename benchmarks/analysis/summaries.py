@@ -137,7 +137,8 @@ class Summaries:
         if len(who) < 2:
             return
         products = measures.gram([look.model for look in looks if look and look.model is not None])
-        distances, angles = measures.euclidean(products), measures.cosine(products)
+        distances = measures.euclidean(products)
+        angles = measures.cosine(products)
         self.note(
             "models",
             number,

@@ -87,7 +87,10 @@ def measure_terms(
 ) -> Terms:
     """Return the terms of one device. key: seed of its masks."""
     before = gradient_of(engine, manifest, personal, batches)
-    merged, active, drift, values = list[float](), list[float](), list[float](), list[float]()
+    merged = list[float]()
+    active = list[float]()
+    drift = list[float]()
+    values = list[float]()
     steepness = 0.0
     for number in range(DRAWS):
         mask = draw_neurons(manifest, NeuronDraw(f"{key}-{number}", budget))
@@ -124,7 +127,8 @@ def _square(parts: Mapping[str, NDArray[Any]]) -> float:
 def summarise(terms: Sequence[Terms], learning_rate: float) -> dict[str, Any]:
     """Return a row's numbers: means over devices, lower bounds of Q, σ² and L, and the bound ε² by budget."""
     q = max(each.gradient / each.merged for each in terms if each.merged)
-    sigma2, steepest = max(each.drift for each in terms), max(each.steepness for each in terms)
+    sigma2 = max(each.drift for each in terms)
+    steepest = max(each.steepness for each in terms)
     budgets = []
     for budget in sorted({each.budget for each in terms}):
         among = [each for each in terms if each.budget == budget]

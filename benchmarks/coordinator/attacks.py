@@ -206,7 +206,8 @@ def _of_parts(parts: Tensors) -> Callable[[Target], bytes]:
 
 
 def _posted(target: Target, path: str, body: bytes) -> bytes:
-    admin, size = f"Bearer {TOKENS['COORDINATOR_ADMIN_TOKEN']}", str(len(body))
+    admin = f"Bearer {TOKENS['COORDINATOR_ADMIN_TOKEN']}"
+    size = str(len(body))
     head = target.head("POST", path, Authorization=admin, Content_Type=checkpoint.MEDIA_TYPE, Content_Length=size)
     return head + body
 
@@ -339,7 +340,8 @@ def prepare(folder: Path) -> tuple[str, str, str, str, int]:
             min_devices=2,
         )
         found: list[str] = []
-        transport, size = Transport(client), 0
+        transport = Transport(client)
+        size = 0
         tokens = []
         for name in ("attacks", "works"):
             transport.token = None
@@ -403,7 +405,8 @@ class Others:
         try:
             self._connection.request(method, path, headers=self._headers)
             answer = self._connection.getresponse()
-        except (http.client.HTTPException, OSError):  # an idle connection was closed meanwhile
+        except (http.client.HTTPException, OSError):
+            # The server closed an idle connection meanwhile.
             self._connection.close()
             self._connection.request(method, path, headers=self._headers)
             answer = self._connection.getresponse()
@@ -421,8 +424,10 @@ def measure(attack: Attack, data: Path, known: tuple[str, str, str, str, int], h
             for _ in range(20):
                 others.call()
             time.sleep(0.5)
-            before, usual = _status(pid, "VmRSS"), max(others.longest.values())
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets VmHWM
+            before = _status(pid, "VmRSS")
+            usual = max(others.longest.values())
+            # Writing 5 resets VmHWM.
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
             others.longest.clear()
             others.calls = 0
             target = Target(host, port, known[0], known[1], known[4])
@@ -468,7 +473,8 @@ def _status(pid: int, field: str) -> int:
 def network_address() -> str:
     """Return this machine's address in its network. Raises SystemExit."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way, contextlib.suppress(OSError):
-        way.connect(("198.51.100.1", 9))  # of nobody (RFC 5737); nothing is sent
+        # An address for documentation (RFC 5737). A UDP socket sends nothing when it connects.
+        way.connect(("198.51.100.1", 9))
         found: str = way.getsockname()[0]
         return found
     for address in socket.gethostbyname_ex(socket.gethostname())[2]:
@@ -492,7 +498,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name, attack in attacks.items()
         if options.only in name
     ]
-    lines, beyond = [], []
+    lines = []
+    beyond = []
     with tempfile.TemporaryDirectory() as folder, tqdm(wanted, unit="attack") as bar:
         data = Path(folder) / "data"
         data.mkdir()

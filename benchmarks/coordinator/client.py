@@ -34,7 +34,9 @@ class Device:
     """One device of a federation, enrolled at its creation."""
 
     def __init__(self, transport: Transport, federation: str, manifest: Manifest, number: int) -> None:
-        self._transport, self._federation, self._manifest = transport, federation, manifest
+        self._transport = transport
+        self._federation = federation
+        self._manifest = manifest
         self._step = np.float32(1e-3 * (1 + number))
         self._mask: ElementMask | None = None
         self._digest: str | None = None
@@ -46,7 +48,8 @@ class Device:
     def ask(self, wait_seconds: float) -> Assignment | None:
         """Return the next assignment when there is one. Raises FederationOver."""
         if self._next is not None:
-            following, self._next = self._next, None
+            following = self._next
+            self._next = None
             return following
         self._transport.token = self._token
         assignment, pause = self._transport.assignment(self._federation, wait_seconds, None, self._digest)
@@ -63,7 +66,8 @@ class Device:
         parts = expected(declared, self._manifest, assignment.plan)
         received = bundle.decode(body, self._manifest, self._mask, parts=parts)
         if isinstance(received.mask, ElementMask) and received.mask is not self._mask:
-            self._mask, self._digest = received.mask, mask_digest(self._manifest, received.mask)
+            self._mask = received.mask
+            self._digest = mask_digest(self._manifest, received.mask)
         report = UpdateReport(num_examples=EXAMPLES, steps=1, train_loss=1.0)
         update = bundle.encode(
             self._manifest,
@@ -74,7 +78,11 @@ class Device:
             known=self._mask,
         )
         self._next = self._transport.update(
-            *(assignment.assignment_id, update, bundle.MEDIA_TYPE), mask=self._digest, goes_on=True
+            assignment.assignment_id,
+            update,
+            bundle.MEDIA_TYPE,
+            mask=self._digest,
+            goes_on=True,
         )
 
 

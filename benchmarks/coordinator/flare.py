@@ -96,7 +96,8 @@ def _provision(clients: int, port: int, folder: Path) -> Path:
         ],
     }
     file = folder / "project.yml"
-    file.write_text(json.dumps(project))  # YAML holds JSON
+    # JSON is valid YAML.
+    file.write_text(json.dumps(project))
     command = ["nvflare", "provision", "-p", str(file), "-w", str(folder / "kits"), "--force"]
     PEER.call(command, environment(folder), PROVISION_SECONDS)
     kits = folder / "kits" / "contest" / "prod_00"

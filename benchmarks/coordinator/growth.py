@@ -61,7 +61,8 @@ def run(crowd: Crowd, folder: Path, note: Callable[[], object]) -> Row:
     """Return one measurement; call ``note`` after each device-round."""
     with ExitStack() as stack:
         server = stack.enter_context(Side(folder, _environment(folder, crowd)))
-        addresses, processes = [], []
+        addresses = []
+        processes = []
         for number in range(crowd.processes):
             port = free_port()
             process = server.start(f"coordinator-{number}", ours.command(port))
@@ -72,13 +73,19 @@ def run(crowd: Crowd, folder: Path, note: Callable[[], object]) -> Row:
         settings |= {"cohort": crowd.cohort, "min_devices": crowd.enrolled}
         publish(addresses[0], FEDERATION, task_of(SMALL), **settings)
         with _players(addresses) as players:
-            began, enrolling = time.monotonic(), server.processor_seconds()
+            began = time.monotonic()
+            enrolling = server.processor_seconds()
             devices = _enrol(players, crowd.enrolled)
-            enrolled, seconds = server.processor_seconds() - enrolling, time.monotonic() - began
-            _play(addresses[0], devices, 1, note)  # starts things up
-            began, before, own = time.monotonic(), server.processor_seconds(), time.process_time()
+            enrolled = server.processor_seconds() - enrolling
+            seconds = time.monotonic() - began
+            # Warm up: the first round is not measured.
+            _play(addresses[0], devices, 1, note)
+            began = time.monotonic()
+            before = server.processor_seconds()
+            own = time.process_time()
             updates = _play(addresses[0], devices, crowd.rounds, note)
-            took, used = time.monotonic() - began, server.processor_seconds() - before
+            took = time.monotonic() - began
+            used = server.processor_seconds() - before
             mine = time.process_time() - own
         return {
             "kind": "growth",
@@ -139,7 +146,10 @@ def _enrol(players: list[_Player], count: int) -> dict[str, tuple[_Player, Devic
 def _play(address: str, devices: dict[str, tuple[_Player, Device]], rounds: int, note: Callable[[], object]) -> int:
     """Let the awaited devices answer until this many rounds have closed; return the number of closed rounds."""
     with connect(address) as client:
-        observer, etag, done, first = Transport(client), "", 0, None
+        observer = Transport(client)
+        etag = ""
+        done = 0
+        first = None
         while True:
             work, etag = observer.open_work(FEDERATION, WAIT_SECONDS, etag)
             if work is None:
@@ -174,7 +184,8 @@ def crowds(enrolled: tuple[tuple[int, int, int], ...], postgresql: str | None) -
 
 def new_database(server: str) -> str:
     """Return the URL of a new database on the server of this URL."""
-    import psycopg  # of the extra "postgresql"
+    # Only the extra "postgresql" has psycopg.
+    import psycopg
 
     name = f"growth_{uuid.uuid4().hex[:12]}"
     with psycopg.connect(server, autocommit=True) as connection:

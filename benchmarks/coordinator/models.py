@@ -13,7 +13,8 @@ from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
 from sparrow.protocol.builtin import load_builtin
 
-SMALL, LARGE = "small", "large"
+SMALL = "small"
+LARGE = "large"
 
 
 @functools.cache

@@ -88,7 +88,8 @@ ASKED = (
 CROWD = ["server CPU, ms/device-round", "device-rounds/s", "server CPU, ms/enrolment", "peak RSS, MB"]
 CROWDED = 1.3
 """How much more a device-round may cost with the most devices enrolled."""
-MILLION, DAY = 1_000_000, 24 * 3600
+MILLION = 1_000_000
+DAY = 24 * 3600
 GROWTH = 0.10
 """By how much peak memory with the most updates may exceed that with the fewest."""
 
@@ -223,7 +224,8 @@ def _asked(rows: Sequence[Row]) -> str:
         ):
             middle = statistics.median(found)
             ends = sorted(found, reverse=asked.upside_down)
-            least, greatest = asked.show(ends[0]), asked.show(ends[-1])
+            least = asked.show(ends[0])
+            greatest = asked.show(ends[-1])
             shown = f"{least}, **{asked.show(middle)}**, {greatest}" if len(found) > 1 else f"**{asked.show(middle)}**"
             against = f"{ENGINES[asked.ours]} against {ENGINES[asked.theirs]}"
             row = [against, asked.what, f"{model}, {clients} clients", shown, asked.bound, asked.met(middle)]
@@ -266,7 +268,8 @@ def _crowds(rows: Sequence[Row]) -> str:
         ],
     )
     alone = [row for row in rows if row["records"] == "SQLite"]
-    few, many = min(alone, key=lambda row: row["enrolled"]), max(alone, key=lambda row: row["enrolled"])
+    few = min(alone, key=lambda row: row["enrolled"])
+    many = max(alone, key=lambda row: row["enrolled"])
     share = many["server_seconds_per_update"] / few["server_seconds_per_update"]
     seconds = MILLION * (many["server_seconds_per_update"] + many["server_seconds_per_enrolment"])
     memory = (many["server_peak_rss"] - few["server_peak_rss"]) / (many["enrolled"] - few["enrolled"])

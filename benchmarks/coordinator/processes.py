@@ -114,7 +114,8 @@ def parse(text: str) -> dict[str, tuple[int, int]]:
     """Parse the output of ``ss -tinHO``: peer -> (bytes sent, bytes received)."""
     found = {}
     for line in text.splitlines():
-        peer = line.split()[4]  # state, two queues, own address, peer's
+        # The columns are state, two queues, own address and peer address.
+        peer = line.split()[4]
         counts = [re.search(rf"\b{name}:(\d+)", line) for name in ("bytes_sent", "bytes_received")]
         found[peer] = (int(counts[0][1]) if counts[0] else 0, int(counts[1][1]) if counts[1] else 0)
     return found

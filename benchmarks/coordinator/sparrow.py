@@ -39,8 +39,10 @@ def run(engine: str, contest: Contest, folder: Path) -> Row:
                 address,
                 "contest",
                 task_of(contest.model.name),
-                # One more than is measured: what follows the last round is another matter.
-                **{**ALWAYS, **SETTINGS[engine], "rounds": contest.all_rounds + 1},
+                **ALWAYS,
+                **SETTINGS[engine],
+                # One more than is measured, because the end of a federation takes extra work.
+                rounds=contest.all_rounds + 1,
                 cohort=contest.clients,
                 min_devices=contest.clients,
             )

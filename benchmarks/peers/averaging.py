@@ -20,7 +20,8 @@ from flwr.server.strategy.aggregate import aggregate
 def main() -> None:
     """Answer until the input ends."""
     chance = np.random.Generator(np.random.PCG64(0))
-    shapes, count = json.loads(sys.argv[1]), int(sys.argv[2])
+    shapes = json.loads(sys.argv[1])
+    count = int(sys.argv[2])
     updates = [([chance.standard_normal(shape, dtype=np.float32) for shape in shapes], 100 + n) for n in range(count)]
     for _ in sys.stdin:
         begin = time.thread_time_ns()

@@ -24,7 +24,8 @@ from benchmarks.peers import report
 def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     """Run the whole experiment."""
     clock = report.Clock()
-    import torch  # here, because the watching process has no use for it
+    # Imported here, because the watching process does not need torch.
+    import torch
     from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
     from benchmarks.peers import work
@@ -34,7 +35,8 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     samples = work.load(data)
     shares = work.deal(len(samples), seed)
     model = work.Net()
-    torch.optim.SGD(model.parameters())  # imports much when first made: before the fork, so that all share it
+    # The first optimiser imports many modules: make it before the fork, so that all processes share them.
+    torch.optim.SGD(model.parameters())
     shared = parameters_to_vector(model.parameters()).detach().clone()
     trained = torch.zeros(peers.COHORT, len(shared))
     for tensor in (shared, trained):

@@ -51,7 +51,8 @@ def simulate(server: Any, client: Any, devices: int, processes: int) -> None:
 def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     """Run the whole experiment."""
     clock = report.Clock()
-    os.environ.update(SETTINGS)  # before flwr and ray are imported, who read it then
+    # flwr and ray read these when they are imported.
+    os.environ.update(SETTINGS)
     from importlib.metadata import version
 
     from benchmarks.peers import work

@@ -32,7 +32,8 @@ def _once(data: str, seed: int) -> tuple[work.Net, work.Samples, list[torch.Tens
 def train(message: Message, context: Context) -> Message:
     """Return one device's part of a round."""
     config = message.content["config"]
-    device, seed = int(context.node_config["partition-id"]), int(config["seed"])
+    device = int(context.node_config["partition-id"])
+    seed = int(config["seed"])
     model, samples, shares = _once(str(config["data"]), seed)
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     processor = work.train(model, samples, shares[device], hash((seed, int(config["server-round"]), device)))
@@ -74,7 +75,8 @@ def apps(data: Path, rounds: int, seed: int, clock: Clock) -> tuple[ServerApp, C
         )
         models.append(result.arrays)
 
-    server, client = ServerApp(), ClientApp()
+    server = ServerApp()
+    client = ClientApp()
     server.main()(serve)
     client.train()(train)
 

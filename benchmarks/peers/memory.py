@@ -68,7 +68,8 @@ class TreeMemory:
         self.peak = Peak()
         self._marker = None if marker is None else f"{MARKER}={marker}".encode()
         self._interval = interval
-        self._members: dict[int, int] = {}  # pid -> start in clock ticks: pids are used again
+        # Process id -> start in clock ticks, because the system reuses process ids.
+        self._members: dict[int, int] = {}
         self._others: dict[int, int] = {}
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -95,7 +96,8 @@ class TreeMemory:
         sums = {"pss": 0, "rss": 0, "uss": 0}
         tree = self.processes()
         for pid in tree:
-            with contextlib.suppress(OSError):  # it ended, or its memory is not ours to read
+            # The process may have ended, or its memory may not be readable for us.
+            with contextlib.suppress(OSError):
                 for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
                     name, *rest = line.split()
                     if name in _FIELDS:
@@ -120,7 +122,8 @@ class TreeMemory:
         for pid, start in starts.items():
             if self._marker is not None and pid not in known and self._others.get(pid) != start:
                 if self._marked(pid):
-                    known.add(pid)  # its children have the marker, or come with the next look
+                    # Its children have the marker too, or the next sample finds them.
+                    known.add(pid)
                 else:
                     self._others[pid] = start
         self._members = {pid: starts[pid] for pid in known}
@@ -170,7 +173,8 @@ def measure(
     # Files and not pipes: a daemon that outlives the command would keep a pipe open.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         _adopt_orphans()
-        begin, before = time.monotonic(), _processor_seconds()
+        begin = time.monotonic()
+        before = _processor_seconds()
         process = subprocess.Popen(command, stdout=out, stderr=errors, env=environment, cwd=cwd)
         _, started = _parent_and_start(process.pid)
         memory = TreeMemory(process.pid, marker=marker, interval=interval or INTERVAL)

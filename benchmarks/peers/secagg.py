@@ -23,7 +23,8 @@ from typing import Any
 
 from benchmarks.peers import flower
 
-os.environ.update(flower.SETTINGS)  # before flwr and ray are imported, who read it then
+# flwr and ray read these when they are imported.
+os.environ.update(flower.SETTINGS)
 
 import numpy as np
 from flwr.app import Context, Message, RecordDict
@@ -79,7 +80,8 @@ class InMemory(Grid):  # type: ignore[misc]
 
     def __init__(self, devices: dict[int, tuple[ClientApp, Context]]) -> None:
         self._devices = devices
-        self.device_seconds, self.serialising = 0.0, 0.0
+        self.device_seconds = 0.0
+        self.serialising = 0.0
         self.bytes_up = 0
 
     def set_run(self, run: Any) -> None:
@@ -177,6 +179,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks.peers import secagg  # by its name, under which the engine's processes find it
+    # Imported by name, because the engine's processes find the module by it.
+    from benchmarks.peers import secagg
 
     secagg.main()

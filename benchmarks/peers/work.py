@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from benchmarks import peers
 from benchmarks.peers import BATCH, LEARNING_RATE
 
-MEAN, DEVIATION = 255 * 0.1307, 255 * 0.3081
+MEAN = 255 * 0.1307
+DEVIATION = 255 * 0.3081
 
 
 class Net(nn.Module):
@@ -68,7 +69,8 @@ def train(model: nn.Module, samples: Samples, share: Tensor, seed: int) -> float
     """Train one local epoch over a device's share, in an order from ``seed``; return the processor seconds."""
     start = time.process_time()
     mine = Samples(samples.images[share], samples.targets[share])
-    images, targets = mine.scaled(), mine.targets
+    images = mine.scaled()
+    targets = mine.targets
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     model.train()
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))

@@ -133,7 +133,8 @@ def _maps(first: Mapping[str, Mapping[str, Recorded]]) -> tuple[dict[str, list[l
     for title, trials in first.items():
         behind = f"\n{title}" if len(first) > 1 else ""
         for label, trial in trials.items():
-            masks, data = analysed(trial, "masks"), analysed(trial, "data")
+            masks = analysed(trial, "masks")
+            data = analysed(trial, "data")
             if masks is None or "matrix" not in masks:
                 continue
             if not maps:
@@ -173,10 +174,13 @@ def _clouds(first: Mapping[str, Mapping[str, Recorded]]) -> list[tuple[dict[str,
 
 
 def _cloud(trial: Recorded, kind: str) -> Points | None:
-    numbers, data = analysed(trial, kind), analysed(trial, "data")
+    numbers = analysed(trial, kind)
+    data = analysed(trial, "data")
     if numbers is None or data is None or "matrix" not in numbers:
         return None
-    devices, labels, matrix = numbers["devices"], data["matrix"], numbers["matrix"]
+    devices = numbers["devices"]
+    labels = data["matrix"]
+    matrix = numbers["matrix"]
     both = [(one, other) for one in range(len(devices)) for other in range(one)]
     return [labels[devices[one]][devices[other]] for one, other in both], [matrix[one][other] for one, other in both]
 
@@ -184,7 +188,8 @@ def _cloud(trial: Recorded, kind: str) -> Points | None:
 def _shared(trials: Mapping[str, Recorded]) -> dict[str, Points]:
     found: dict[str, Points] = {}
     for label, trial in trials.items():
-        numbers, data = analysed(trial, "private"), analysed(trial, "data")
+        numbers = analysed(trial, "private")
+        data = analysed(trial, "data")
         if numbers and data:
             far = [data["to_all"][device] for device in numbers["devices"]]
             found[label] = (far, [100 * share for share in numbers["each"]])
@@ -192,14 +197,16 @@ def _shared(trials: Mapping[str, Recorded]) -> dict[str, Points]:
 
 
 def _kept(trial: Recorded) -> dict[str, tuple[Sequence[int], Sequence[int]]]:
-    first, last = analysed(trial, "kept", 0), analysed(trial, "kept")
+    first = analysed(trial, "kept", 0)
+    last = analysed(trial, "kept")
     if first is None or last is None:
         return {}
     return {layer: (first["layers"][layer]["bins"], each["bins"]) for layer, each in last["layers"].items()}
 
 
 def _draw_gates(trial: Recorded, path: Path) -> None:
-    numbers, data = analysed(trial, "gates"), analysed(trial, "data")
+    numbers = analysed(trial, "gates")
+    data = analysed(trial, "data")
     assert numbers is not None, "this trial has gates"
     labels = data["labels"] if data else []
     names = []
@@ -313,7 +320,8 @@ def _gates_table(group: Group) -> Iterator[dict[str, str]]:
 
 def _theorem_table(group: Group) -> Iterator[dict[str, str]]:
     for label, done in _known(group, "theorem"):
-        first, last = analysed(done[0], "theorem", 0) or {}, analysed(done[0], "theorem") or {}
+        first = analysed(done[0], "theorem", 0) or {}
+        last = analysed(done[0], "theorem") or {}
         for before, each in zip(first["budgets"], last["budgets"], strict=True):
             yield {
                 "": label,

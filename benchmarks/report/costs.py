@@ -146,7 +146,8 @@ def _stopping_costs(group: Group) -> dict[str, Cost]:
 
 
 def _horizons(group: Group, figure: Figure) -> list[str]:
-    rows, costs = [], _stopping_costs(group)
+    rows = []
+    costs = _stopping_costs(group)
     for without in {without: None for _, without, _ in stopping_pairs(group)}:
         whole = group.trials[without]
         for number in sorted({point.round for trial in whole for point in trial.points}):

@@ -65,7 +65,8 @@ def _best_within(bytes_up: float, figure: Callable[[Accuracy], float]) -> Callab
 
 def target_columns(experiment: Experiment, first: Sequence[Recorded]) -> list[Column]:
     """Return two columns per accuracy target: the upload until it, and that as a share of ``first``'s, seed by seed."""
-    figure, name = counting(experiment), experiment.methods[0].label
+    figure = counting(experiment)
+    name = experiment.methods[0].label
     return [
         column
         for target in experiment.accuracy_targets

@@ -22,7 +22,8 @@ class Marking(FedAvg):  # type: ignore[misc]
         super().__init__(
             fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients
         )
-        self._marks, self._clients = marks, clients
+        self._marks = marks
+        self._clients = clients
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
