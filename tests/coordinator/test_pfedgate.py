@@ -152,7 +152,7 @@ def test_layers_that_an_untrained_gate_starves_are_warned_of():
     """The first runs on CIFAR-10: the large blocks of fc1, two thirds of the weights, were never chosen by anybody."""
     ran = {"smallest_budget": 0.3, "blocks": 10, "first_share": 0.1, "budget_per": "model"}
     assert warned(CIFAR, **ran).startswith(
-        "an untrained gate keeps 10% of the 192120 weights of fc1, whose fair share of a budget of 0.3 is 30%"
+        "an untrained gate keeps 10 % of the 192120 weights of fc1, whose fair share of a budget of 0.3 is 30 %"
     )
     assert "fc1" in warned(CIFAR, smallest_budget=0.5, blocks=5, first_share=0.2, budget_per="model")
     for other in ({"budget_per": "kind"}, {"budget_per": "layer"}, {"importance": "per_weight"}):
@@ -295,7 +295,7 @@ def test_devices_of_every_budget_learn_one_model(coordinator):
     )
     worked = coordinator.play(*sessions)
     assert [kinds(each) for each in worked] == [["train"] * 3 + ["evaluate"]] * 3
-    assert "keeps 4% of the 4640 weights of conv2" in coordinator.info().warning, (
+    assert "keeps 4 % of the 4640 weights of conv2" in coordinator.info().warning, (
         "so small a budget leaves little choice"
     )
     assert not coordinator.info().global_model_usable
