@@ -268,7 +268,7 @@ def test_gradients_come_when_they_are_asked_for_and_only_then(coordinator):
     asked = in_round(coordinator, 2, "prunefl", adjust_interval=2)
     assert asked["a"].plan == {"gradients": True}
     mask, gradients = coordinator.model().mask, np.ones(WEIGHTS, np.float32)
-    with pytest.raises(BadContent, match=f"brings {WEIGHTS} gradients beside its values"):
+    with pytest.raises(BadContent, match=f"{WEIGHTS} gradients"):
         send(coordinator, "a", asked["a"], mask, known=mask)
     assert send(coordinator, "a", asked["a"], mask, known=mask, gradients=gradients)
     assert send(coordinator, "b", asked["b"], mask, known=mask, gradients=gradients)

@@ -316,7 +316,8 @@ def test_a_device_says_why_it_does_not_take_part_before_it_enrols(federation):
     federation.publish(method="fedprox")
     with pytest.raises(CannotTrain, match="--local-noise does not support fedprox"):
         federation.open(0)
-    assert federation.get("/devices") == []
+    # Listed with its reason, without a token.
+    assert [each["status"] for each in federation.get("/devices")] == ["not_joined"]
 
 
 @pytest.mark.integration
