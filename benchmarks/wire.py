@@ -26,9 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from torch import nn
 from tqdm import tqdm
 
+from benchmarks.aggregation import network
 from benchmarks.places import ROWS, write_section
 from edge_sdk.publishing.coupling import describe
 from sparrow.bench.server import machine
@@ -43,24 +43,6 @@ DENSITIES = (0.2, 0.4, 0.6, 0.8, 1.0)
 ELEMENT_DENSITIES = (0.1, 0.2, 0.4)
 REPLACED = 0.25
 STATIONS = ("mask", "pack", "encode", "decode", "fold")
-
-
-def model() -> nn.Module:
-    """Return a CNN of 2.2 million parameters: two convolutions with batch norm, a flatten, two linear layers."""
-    return nn.Sequential(
-        nn.Conv2d(3, 64, 3, padding=1),
-        nn.BatchNorm2d(64),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(64, 128, 3, padding=1),
-        nn.BatchNorm2d(128),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(128 * 8 * 8, 256),
-        nn.ReLU(),
-        nn.Linear(256, 10),
-    )
 
 
 def boolean_masks(manifest: Manifest, mask: NeuronMask) -> Tensors:
@@ -202,9 +184,9 @@ def one_pass(side: Side, tensors: Tensors, draw: NeuronDraw) -> tuple[dict[str, 
 def measure(repetitions: int) -> list[dict[str, Any]]:
     """Return a row per density."""
     torch.manual_seed(0)
-    network = model()
-    manifest = describe(network, torch.zeros(2, 3, 32, 32), task="wire")
-    state = network.state_dict()
+    cnn = network(256)
+    manifest = describe(cnn, torch.zeros(2, 3, 32, 32), task="wire")
+    state = cnn.state_dict()
     tensors: Tensors = {spec.name: state[spec.name].numpy() for spec in manifest.shared}
     rows = []
     for density in tqdm(DENSITIES, desc="neurons"):
