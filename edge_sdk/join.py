@@ -495,7 +495,7 @@ def _command(options: argparse.Namespace) -> None:
     given = {each.name: getattr(options, each.name) for each in fields(JoinOptions) if hasattr(options, each.name)}
     given["policy"] = _policy(options.policy, dict(options.limit))
     # A person sees that nothing happens and can correct the address; a service waits for its coordinator.
-    first = FIRST_SECONDS if options.wait is None and sys.stderr.isatty() else options.wait
+    first = FIRST_SECONDS if options.wait is None and sys.stderr.isatty() else None
     chosen = JoinOptions(**given, patience_seconds=options.wait, first_seconds=first, trust=tls.from_options(options))
     try:
         result = join(

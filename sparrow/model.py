@@ -14,7 +14,7 @@ from edge_sdk.arguments import add_federation
 
 from .client import FORMATS
 from .command_line.command import Command, Parser, WrongUsage
-from .command_line.table import table
+from .command_line.table import percent, table
 from .operating import add_coordinator, connected
 from .protocol.messages import ModelInfo
 
@@ -58,7 +58,7 @@ def as_table(models: list[ModelInfo]) -> str:
         (
             str(model.version),
             "-" if model.round is None else str(model.round),
-            "-" if model.accuracy is None else f"{100 * model.accuracy:.1f} %",
+            "-" if model.accuracy is None else percent(model.accuracy),
             "-" if model.loss is None else f"{model.loss:.4g}",
             f"{model.bytes:,}",
             (model.model_sha256 or "-")[:16],

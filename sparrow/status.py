@@ -24,7 +24,7 @@ from edge_sdk.device.transport import Transport
 
 from .command_line.command import Command, Parser, WrongUsage
 from .command_line.options import add_json, add_server, add_wait, coloured
-from .command_line.table import moment, printable, table
+from .command_line.table import moment, percent, printable, table
 from .device import as_table as as_table_of_devices
 from .federation import NONE, as_table
 from .protocol.addresses import in_network, means_caller
@@ -181,7 +181,7 @@ def _moved(info: FederationInfo, rounds: list[RoundRecord], devices: list[Device
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+    return "-" if share is None else percent(share)
 
 
 def check_reachable(address: httpx.URL, federation: str) -> None:

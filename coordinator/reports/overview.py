@@ -14,6 +14,7 @@ from prometheus_client import Counter
 from sqlalchemy import Double, and_, cast, func, or_, select
 from sqlalchemy.orm import Session
 
+from sparrow.command_line.table import percent
 from sparrow.protocol.failures import explain
 from sparrow.protocol.messages import Doing, FederationInfo, Kind
 from sparrow.protocol.overview import FederationLine, Notice, OpenRound, Overview, RoundPoint
@@ -140,7 +141,7 @@ class Overviews:
             common = judged["accuracy_global"]
             yield Notice(
                 kind="personal",
-                text=f"Personal models are well below the global one: {100 * own:.1f} % to {100 * common:.1f} % in "
+                text=f"Personal models are well below the global one: {percent(own)} to {percent(common)} in "
                 f"round {judged['number']}",
                 remedy="Set personal_model=best, with which devices keep the better model, train longer "
                 "(local_epochs), or publish with another method.",

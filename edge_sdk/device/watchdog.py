@@ -131,7 +131,7 @@ def _judge_others(policy: Policy, conditions: Conditions) -> Iterator[Objection]
     if policy.load_by_others is not None and load is not None and load > policy.load_by_others:
         yield Objection(
             PauseReason.load,
-            f"other programs use {100 * load:.0f} % of the cores, more than {percent(policy.load_by_others, 0)}",
+            f"other programs use {percent(load, 0)} of the cores, more than {percent(policy.load_by_others, 0)}",
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from edge_sdk.engines import EngineName
 from edge_sdk.errors import BadArgument
 
+from ..command_line.table import percent
 from ..protocol.errors import MissingPart
 from ..protocol.messages import JUDGING, DeviceReport, FederationStatus, Kind, RoundRecord
 from .host import Stepped
@@ -36,7 +37,7 @@ class Ended:
 
     def __str__(self) -> str:
         parts = [
-            f"{name} {100 * accuracy:.1f} %"
+            f"{name} {percent(accuracy)}"
             for name, accuracy in (
                 ("personal models", self.accuracy_personal),
                 ("worst tenth at most", self.accuracy_personal_decile),
