@@ -131,7 +131,8 @@ class _Lowering:
                 self._describe(value, place)
             value.name = made
             outputs.append(value)
-        functions = [each.function_ir for each in self._recorder.functions.values()]
+        # The library keeps its functions for other exports.
+        functions = [each.function_ir.clone() for each in self._recorder.functions.values()]
         for each in functions:
             # Those of the library are written for an older version, whose operators the newer one has.
             each.opset_imports[""] = OPSET

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from ..kinds import chosen
 from . import browsers
 from .browsers import PageDevice
 from .conftest import Coordinator, Device, Devices, Nursery, one_machine, wait_until
+from .proxy import Exchange, Fault, Proxy, Trouble
 
 browser = browsers.browser
 
@@ -78,9 +78,13 @@ def played(
         yield coordinator, devices
 
 
-def start_sdk(coordinator: Coordinator, devices: Devices, *names: str, budget: float = BUDGET) -> list[Device]:
+def start_sdk(
+    coordinator: Coordinator, devices: Devices, *names: str, budget: float = BUDGET, server: str = ""
+) -> list[Device]:
+    """Start devices with the SDK. server: the address that they are given; by default the coordinator's."""
     words = ("--engine", "onnx", "--budget", str(budget))
-    return [devices(coordinator.url, NAME, name, *words, "--data", part_of(NAMES.index(name))) for name in names]
+    server = server or coordinator.url
+    return [devices(server, NAME, name, *words, "--data", part_of(NAMES.index(name))) for name in names]
 
 
 def outcome(coordinator: Coordinator) -> SimpleNamespace:
@@ -243,22 +247,39 @@ def test_a_page_closed_during_training_resumes(nursery, tmp_path, open_device, f
     assert_same(found, undisturbed)
 
 
+class SecondUpdateHeld(Trouble):
+    """Holds the second update before anything of it is passed on."""
+
+    def __init__(self) -> None:
+        self.fault = Fault("PUT", "/update", "request")
+        self._updates = 0
+
+    def befalls(self, exchange: Exchange) -> Fault | None:
+        if not self.fault.fits(exchange):
+            return None
+        self._updates += 1
+        return self.fault if self._updates == 2 else None
+
+
 def test_pages_go_on_when_the_coordinator_is_killed_in_the_middle_of_a_round(
     nursery, tmp_path, open_device, files, undisturbed
 ):
     with played(nursery, tmp_path) as (coordinator, devices):
-        *_, last = start_sdk(coordinator, devices, *NAMES[2:])
-        pages = open_both(open_device, coordinator.url, files)
-        wait_until(lambda: len(coordinator.rounds(NAME)) > 1, "round 2 to open", timeout=60)
-        last.signal(signal.SIGSTOP)  # without it the round stays open
-        coordinator.kill()
-        coordinator.start()
-        (record,) = coordinator.rounds(NAME)[1:]
-        assert (record["round"], record["status"]) == (2, "open")
-        last.signal(signal.SIGCONT)
-        found = outcome(coordinator)
-        for page in pages:
-            page.wait_for("state.phase === 'finished'")
+        trouble = SecondUpdateHeld()
+        with closing(Proxy(coordinator.port, trouble=trouble)) as between:
+            start_sdk(coordinator, devices, NAMES[2])
+            start_sdk(coordinator, devices, NAMES[3], server=between.url)
+            pages = open_both(open_device, coordinator.url, files)
+            # Round 2 stays open without this update.
+            assert trouble.fault.reached.wait(90)
+            coordinator.kill()
+            coordinator.start()
+            (record,) = coordinator.rounds(NAME)[1:]
+            assert (record["round"], record["status"]) == (2, "open")
+            trouble.fault.ended.set()
+            found = outcome(coordinator)
+            for page in pages:
+                page.wait_for("state.phase === 'finished'")
     assert_same(found, undisturbed)
 
 
