@@ -77,6 +77,14 @@ class NameTaken(RequestError):
     """A federation or device of this name already exists."""
 
 
+class StateCopied(RequestError):
+    """A device's state folder was copied: another copy of it has started since."""
+
+
+class OtherStart(RequestError):
+    """The call comes from a process that is not the last one started for this device."""
+
+
 class DifferentFederation(RequestError):
     """A federation of this name exists, with another method, model or other settings."""
 

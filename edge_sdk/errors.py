@@ -47,6 +47,7 @@ __all__ = [
     "Refused",
     "RoundOver",
     "SdkError",
+    "StateCopied",
     "StateError",
     "SystemFailed",
     "TokenExpired",
@@ -103,6 +104,10 @@ class TokenExpired(NotAuthenticated):
 
 class NotAllowed(Refused):
     """The token does not permit this call."""
+
+
+class StateCopied(NotAllowed):
+    """Another copy of this state folder has started: keep one (``JoinOptions.take_over``)."""
 
 
 class NotFound(Refused):

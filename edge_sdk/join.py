@@ -100,8 +100,8 @@ class JoinOptions:
     noise; None: 1.
 
     enrolment_token: default: SPARROW_ENROLMENT_TOKEN. patience_seconds: longest wait for a coordinator that does not
-    answer; None: no limit. first_seconds: the same before its first answer; None: patience_seconds. trust: certificates
-    for https.
+    answer; None: no limit. first_seconds: the same before its first answer; None: patience_seconds. take_over: continue
+    with a copied or restored state folder, and refuse its other copies. trust: certificates for https.
     """
 
     budget: float | None = None
@@ -126,6 +126,7 @@ class JoinOptions:
     enrolment_token: str | None = None
     patience_seconds: float | None = None
     first_seconds: float | None = None
+    take_over: bool = False
     trust: tls.Tls | None = None
 
     def __post_init__(self) -> None:
@@ -212,6 +213,7 @@ def join(
         deterministic=options.deterministic,
     )
     check_federation_name(federation)
+    unnamed = name is None
     name = default_name() if name is None else name
     check_name(name)
     make_task = _task_maker(task, data, name)
@@ -222,7 +224,12 @@ def join(
     tell.phase("opening")
     with ExitStack() as stack:
         own = client or stack.enter_context(connect(server, options.trust))
-        folder = StateFolder(Path(state_dir) if state_dir else default_root(server, federation) / name)
+        if state_dir is None:
+            root = default_root(server, federation)
+            if unnamed:
+                _check_renamed(root, name)
+            state_dir = root / name
+        folder = StateFolder(Path(state_dir))
         stack.callback(folder.close)
         stack.callback(bar.close)
         if not quiet:
@@ -295,6 +302,7 @@ def _session_options(
         demands=demands,
         local_noise=noise,
         memory_limit=options.memory_limit,
+        take_over=options.take_over,
     )
 
 
@@ -463,6 +471,16 @@ def default_name() -> str:
     return name.strip("._-")[:64] or "device"
 
 
+def _check_renamed(root: Path, name: str) -> None:
+    """Raise BadArgument if only devices of other names have their state in ``root``."""
+    others = sorted(path.parent.name for path in root.glob("*/identity.json"))
+    if others and name not in others:
+        raise BadArgument(
+            f"this machine has the state of {', '.join(others[:5])}, and its host name is {name}; give --device-name: "
+            f"{others[0]} continues with that state, {name} joins as a new device"
+        )
+
+
 def check_name(name: str) -> None:
     """Raise BadArgument unless ``name`` is a valid device name."""
     if not re.fullmatch(NAME_PATTERN, name):
@@ -529,6 +547,11 @@ def _options(parser: Parser) -> None:
     parser.add_argument("--data", help="this device's data: a file, a folder, or index=0,of=5, as its task expects")
     add_skip_unreadable(parser)
     parser.add_argument("--state-dir", type=Path, help="folder for the device's model and identity")
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="continue with a copied or restored state folder, and refuse its other copies",
+    )
     parser.add_argument(
         "--budget",
         type=_budget,

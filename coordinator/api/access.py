@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 
 from ..app import Coordinator
-from ..errors import NotAllowed, NotAuthenticated, WrongHost
+from ..errors import NotAllowed, NotAuthenticated, OtherStart, WrongHost
 from ..fleet.access import Holder, Kind
 from ..fleet.devices import UNKNOWN, Caller
 from .middleware.authentication import Identity
@@ -45,14 +45,25 @@ TheIdentity = Annotated[Identity, Depends(get_identity)]
 
 
 async def known_device(request: Request, _: Annotated[object, Depends(bearer)]) -> Caller:
-    """Return the calling device. Raises NotAuthenticated."""
+    """Return the calling device. Raises NotAuthenticated, OtherStart."""
     # Without a dependency of its own: FastAPI resolves each anew, and devices call most often.
     identity: Identity = request.state.identity
     if isinstance(identity.caller, Caller):
+        await _check_start(request, identity.caller)
         return identity.caller
     if identity.failure is None and identity.caller is None:
         raise NotAuthenticated("enrol first, then send the device's token: Authorization: Bearer <token>")
     raise NotAuthenticated(UNKNOWN)
+
+
+async def _check_start(request: Request, caller: Caller) -> None:
+    start = request.headers.get("sparrow-start")
+    if start is None or start == caller.start:
+        return
+    coordinator = coordinator_of(request)
+    # The cached caller may be older than the last start.
+    if not await coordinator.look_ups.run(coordinator.devices.is_last_start, caller.device_id, start):
+        raise OtherStart("another process of this device has started since; register this start again")
 
 
 def check_admin(identity: Identity) -> None:

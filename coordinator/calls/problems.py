@@ -34,6 +34,8 @@ STATUS: dict[type[Exception], int] = {
     errors.NotFound: 404,
     errors.NoGlobalModel: 404,
     errors.NameTaken: 409,
+    errors.StateCopied: 409,
+    errors.OtherStart: 409,
     errors.DifferentFederation: 409,
     errors.WrongState: 409,
     errors.RoundClosed: 409,

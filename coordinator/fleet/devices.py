@@ -15,8 +15,8 @@ from sqlalchemy import bindparam, or_, select, update
 from sqlalchemy.orm import Session
 
 from sparrow.protocol.events import EventKind
-from sparrow.protocol.failures import in_words
-from sparrow.protocol.messages import ChangeDevice, Enrol, Enrolled, NewToken, PauseReason
+from sparrow.protocol.failures import Failure, in_words
+from sparrow.protocol.messages import ChangeDevice, Enrol, Enrolled, NewToken, PauseReason, Start
 
 from ..errors import (
     FederationDeleted,
@@ -24,6 +24,7 @@ from ..errors import (
     NotAllowed,
     NotAuthenticated,
     NotFound,
+    StateCopied,
     TokenExpired,
 )
 from ..methods import load_method
@@ -44,6 +45,9 @@ from .federations import find
 
 log = logging.getLogger(__name__)
 
+COPIED = "copied"
+"""In place of a start: the state folder was copied, and each copy is refused until one takes over."""
+
 
 @dataclass(frozen=True)
 class Caller:
@@ -52,6 +56,8 @@ class Caller:
     device_id: str
     federation: str
     issued_at: float
+    # Of the last process that it started; None if it never sent one.
+    start: str | None = None
 
 
 class Devices:
@@ -86,10 +92,12 @@ class Devices:
         enrols without one; its name stays free.
 
         token_id: the enrolment token whose use is counted in the same transaction. Raises NameTaken, NotFound,
-        NotAuthenticated.
+        NotAuthenticated, StateCopied.
         """
         key = digest_of(request.enrolment_key)
         now = self._clock()
+        # Raised after the transaction, which keeps the failure.
+        copied = None
         with self._store.writing() as db:
             federation = find(db, federation_name)
             device = db.scalar(
@@ -124,6 +132,8 @@ class Devices:
             else:
                 token = secret_after("device", device.token_sha256, request.enrolment_key)
                 device.next_token_sha256 = digest_of(token)
+            if request.start is not None:
+                copied = _note_start(db, device, request.start, now)
             if not joined:
                 device.identity_key = request.identity_key
             device.profile = request.profile.model_dump(mode="json")
@@ -142,7 +152,12 @@ class Devices:
                 device.failure = None
                 device.enrolled_at = now
                 events.record(db, federation.id, EventKind.joined, now, device=request.name)
-            return Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
+            enrolled = Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
+            before = device.token_sha256
+        self._forget(before)
+        if copied is not None:
+            raise copied
+        return enrolled
 
     def known_caller(self, token: str) -> Caller | None:
         """Return the cached device of this token, without a query."""
@@ -213,7 +228,7 @@ class Devices:
         except NotAuthenticated:
             self._remembered.forget(digest)
             raise
-        caller = Caller(device.id, federation.name, device.token_issued_at)
+        caller = Caller(device.id, federation.name, device.token_issued_at, device.start)
         with self._remembering:
             if changes == self._changes:
                 self._remembered.put(digest, caller, now)
@@ -226,56 +241,73 @@ class Devices:
             if digest is not None:
                 self._remembered.forget(digest)
 
+    def is_last_start(self, device_id: str, start: str) -> bool:
+        """Return whether no other process of this device has started since ``start``."""
+        with self._store.reading() as db:
+            device = db.get(Device, device_id)
+            return device is None or device.start in (None, start)
+
     def change(self, device_id: str, request: ChangeDevice) -> None:
-        """Change a device's budget (from the next round on) or conditions, or revoke it. Raises NotFound."""
-        revoked = None
+        """Change a device's budget (from the next round on) or conditions, or revoke it.
+
+        Raises NotFound; StateCopied if another copy of its state folder has started.
+        """
+        copied = None
         with self._store.writing() as db:
             device = _existing(db, device_id)
-            now = self._clock()
-            record = partial(events.record, db, device.federation_id, now=now, device=device.name)
-            if request.budget is not None:
-                device.budget = request.budget
-                device.limited_by = request.limited_by.value if request.limited_by else None
-            if request.num_examples is not None:
-                device.num_examples = request.num_examples
-            if request.data_warnings is not None:
-                device.profile = {**device.profile, "data_warnings": list(request.data_warnings)}
-            if request.exported:
-                device.exported = True
-            if request.holds_model is not None:
-                federation = db.get_one(Federation, device.federation_id)
-                # Without personal models only an adapted model counts, which the records know.
-                device.holds_model = request.holds_model and (
-                    device.holds_model or load_method(federation.method).personal_models
-                )
-                if not request.holds_model:
-                    _change_open(db, device_id, full=True)
-                    _forgive_adapting(db, device_id)
-            if request.conditions is not None:
-                paused_before = device.paused
-                device.present = request.conditions.available
-                # A device cannot end its own rest.
-                if not rests(device, self._clock()):
-                    device.rest_until = 0.0
-                device.paused = None
-                if not device.present:
-                    reason = request.conditions.reason
-                    device.paused = reason.value if isinstance(reason, PauseReason) else None
-                    given = device.paused or reason or "no reason given"
-                    log.info("%s leaves: %s", device.name, in_words(given))
-                    if device.paused not in (None, paused_before):
-                        record(EventKind.paused, detail=device.paused)
-                    left = _take_back(db, device_id, given)
-                    if reason is not None and device.paused is None:
-                        note_failure(db, device, left, given, self._clock())
-                elif paused_before is not None:
-                    record(EventKind.resumed)
-            if request.revoked:
-                revoked = device.token_sha256
-                if device.status != "revoked":
-                    record(EventKind.removed)
-                revoke(db, device)
-        self._forget(revoked)
+            if request.start is not None:
+                copied = _note_start(db, device, request.start, self._clock())
+            if copied is None:
+                self._apply(db, device, request)
+            changed = device.token_sha256 if request.revoked or request.start is not None else None
+        self._forget(changed)
+        if copied is not None:
+            raise copied
+
+    def _apply(self, db: Session, device: Device, request: ChangeDevice) -> None:
+        now = self._clock()
+        record = partial(events.record, db, device.federation_id, now=now, device=device.name)
+        if request.budget is not None:
+            device.budget = request.budget
+            device.limited_by = request.limited_by.value if request.limited_by else None
+        if request.num_examples is not None:
+            device.num_examples = request.num_examples
+        if request.data_warnings is not None:
+            device.profile = {**device.profile, "data_warnings": list(request.data_warnings)}
+        if request.exported:
+            device.exported = True
+        if request.holds_model is not None:
+            federation = db.get_one(Federation, device.federation_id)
+            # Without personal models only an adapted model counts, which the records know.
+            device.holds_model = request.holds_model and (
+                device.holds_model or load_method(federation.method).personal_models
+            )
+            if not request.holds_model:
+                _change_open(db, device.id, full=True)
+                _forgive_adapting(db, device.id)
+        if request.conditions is not None:
+            paused_before = device.paused
+            device.present = request.conditions.available
+            # A device cannot end its own rest.
+            if not rests(device, now):
+                device.rest_until = 0.0
+            device.paused = None
+            if not device.present:
+                reason = request.conditions.reason
+                device.paused = reason.value if isinstance(reason, PauseReason) else None
+                given = device.paused or reason or "no reason given"
+                log.info("%s leaves: %s", device.name, in_words(given))
+                if device.paused not in (None, paused_before):
+                    record(EventKind.paused, detail=device.paused)
+                left = _take_back(db, device.id, given)
+                if reason is not None and device.paused is None:
+                    note_failure(db, device, left, given, now)
+            elif paused_before is not None:
+                record(EventKind.resumed)
+        if request.revoked:
+            if device.status != "revoked":
+                record(EventKind.removed)
+            revoke(db, device)
 
     def remove(self, device_id: str) -> None:
         """Revoke a device and remove it from lists and counts; records of rounds keep it. Raises NotFound."""
@@ -294,6 +326,7 @@ _HOLDER = (
     .join(Federation, Federation.id == Device.federation_id)
     .where(or_(Device.token_sha256 == bindparam("digest"), Device.next_token_sha256 == bindparam("digest")))
 )
+STATE_COPIED = Failure("state-copied")
 NOT_JOINED = "not_joined"
 """The status of a device that has only told why it cannot join."""
 UNKNOWN = "the device token is unknown or revoked; enrol again"
@@ -304,6 +337,30 @@ def _existing(db: Session, device_id: str) -> Device:
     if device is None:
         raise NotFound("this device does not exist; GET /v1/federations/NAME/devices lists all")
     return device
+
+
+def _note_start(db: Session, device: Device, start: Start, now: float) -> StateCopied | None:
+    """Record the last start of a device's process.
+
+    Returns the error if another copy of its state folder has started since: no copy gets work until one takes over.
+    """
+    if device.start is None or device.start in (start.id, *start.after):
+        device.start = start.id
+        return None
+    if start.take_over:
+        device.start = start.id
+        if device.failure is not None and device.failure["reason"] == STATE_COPIED:
+            device.failure = None
+            events.record(db, device.federation_id, EventKind.recovered, now, device=device.name)
+        return None
+    device.start = COPIED
+    device.present = False
+    note_failure(db, device, _take_back(db, device.id, STATE_COPIED), STATE_COPIED, now)
+    log.warning("%s: its state folder was copied, and more than one copy has started", device.name)
+    return StateCopied(
+        f"another copy of the state folder of {device.name} has started since: the folder was copied, or restored from a "
+        f"backup. Start the copy to keep with --take-over, and give each other copy its own --device-name and --state-dir"
+    )
 
 
 def _check_keys(federation: str, device: Device, request: Enrol, key: bytes) -> None:

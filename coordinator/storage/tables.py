@@ -126,6 +126,8 @@ class Device(Base):
     # A new token that replaces ``token_sha256`` at its first use.
     next_token_sha256: Mapped[bytes | None] = mapped_column(LargeBinary(32), index=True)
     enrolment_key_sha256: Mapped[bytes] = mapped_column(LargeBinary(32))
+    # Identifier of its last start; ``fleet.devices.COPIED`` while copies of its state folder contend.
+    start: Mapped[str | None] = mapped_column(String(32))
     # Public key in secure rounds, which never changes.
     identity_key: Mapped[str | None] = mapped_column(String(64))
     # Needed only for observers.

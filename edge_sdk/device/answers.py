@@ -21,6 +21,7 @@ _ALIKE = (
     errors.NotFound,
     errors.NoGlobalModel,
     errors.NameTaken,
+    errors.StateCopied,
     errors.DifferentFederation,
     errors.WrongState,
     errors.DifferentUpdate,
@@ -33,6 +34,7 @@ _ALIKE = (
 PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
     **{kind.__name__: kind for kind in _ALIKE},
     **dict.fromkeys(("CrossSite", "WrongHost"), errors.NotAllowed),
+    "OtherStart": errors.StateCopied,
     "RoundClosed": errors.RoundOver,
     "Finished": errors.FederationOver,
     **dict.fromkeys(("NoSuchMethod", "NoSuchTask"), errors.NotInstalled),

@@ -108,6 +108,10 @@ class Connection:
         self._chance = chance or random.Random()
         self._clock = clock
         self.token: str | None = None
+        # Identifier of this start, sent with each call.
+        self.start: str | None = None
+        # Registers this start again; called if the coordinator knows another one.
+        self.register: Callable[[], None] | None = None
         # Whether a coordinator has answered at this address.
         self._known = False
         # Longest body that the proxies of this connection accept, as far as known.
@@ -259,6 +263,8 @@ class Connection:
         headers = {**arguments.get("headers", {}), "Accept-Encoding": "identity"}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
+        if self.start:
+            headers["Sparrow-Start"] = self.start
         return {**arguments, "headers": headers}
 
     def _patiently(
@@ -268,6 +274,7 @@ class Connection:
     ) -> Found:
         waited = 0.0
         longest = FIRST_WAIT
+        registered = False
         while True:
             pause = 0.0
             kind = Unreachable
@@ -277,6 +284,10 @@ class Connection:
                     found = read(answer)
                     self._known = True
                     return found
+                if problem_type(answer) == "OtherStart" and self.register is not None and not registered:
+                    registered = True
+                    self.register()
+                    continue
                 if not passes(answer) and (is_problem(answer) or not self._known or self._blocked(answer)):
                     raise self._refusal(answer)
                 passing = PROBLEMS.get(problem_type(answer), Unreachable)

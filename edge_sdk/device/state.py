@@ -82,6 +82,8 @@ class Identity(BaseModel):
     token: str | None = None
     # The old token, until the coordinator has accepted the new one.
     previous: str | None = None
+    # Identifiers of the last starts, newest last.
+    starts: tuple[str, ...] = ()
 
 
 class Pending(BaseModel):

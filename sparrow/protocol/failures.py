@@ -135,6 +135,10 @@ FAILURES = {
     "data-unusable/values": Explanation(
         "its data have values that are NaN or infinite", "replace or leave out such samples on the device"
     ),
+    "state-copied": Explanation(
+        "its state folder was copied or restored from a backup, and more than one copy has started",
+        "start the copy to keep with --take-over, and give each other one its own --device-name and --state-dir",
+    ),
     "cannot-train": Explanation(
         "a package that it needs to train is missing or does not load", "read the name of the package in its log"
     ),

@@ -10,13 +10,14 @@ import errno
 import logging
 import os
 import platform
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from sparrow.protocol.failures import Failure
-from sparrow.protocol.messages import ChangeDevice, Conditions, DeviceProfile, Enrol
+from sparrow.protocol.messages import MOST_STARTS, ChangeDevice, Conditions, DeviceProfile, Enrol, Start
 
 from ...errors import NotAuthenticated, Refused, SdkError, TokenExpired, Unreachable, failure_of
 from ..local_noise import WITHHELD
@@ -54,11 +55,29 @@ class Identified:
             transport.token = self._enrolment_token
             self.info = transport.federation(federation)
         self.identity = folder.identity(federation, self.info.uid, device.name)
+        if self.identity.starts:
+            transport.start = self.identity.starts[-1]
+        transport.register = self._register
 
     @property
     def name(self) -> str:
         """The name of this device in its federation."""
         return self.identity.name
+
+    def _begin(self) -> Start:
+        """Store and return a new start of this device, by which the coordinator detects copies of the folder."""
+        start = secrets.token_hex(16)
+        before = self.identity.starts
+        # Stored first: the coordinator may know it although its answer is lost.
+        self.identity = self.identity.model_copy(update={"starts": (*before[1 - MOST_STARTS :], start)})
+        self.folder.save_identity(self.identity)
+        self.transport.start = start
+        return Start(id=start, after=before, take_over=self._options.take_over)
+
+    def _register(self) -> None:
+        """Register this start again, at a coordinator that knows an earlier or another one. Raises StateCopied."""
+        *before, start = self.identity.starts
+        self._tell(ChangeDevice(start=Start(id=start, after=tuple(before))))
 
     def _renew_token(self) -> None:
         before = self.identity

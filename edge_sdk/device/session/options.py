@@ -100,6 +100,8 @@ class SessionOptions:
     announce: bool = True
     # The device is one of many that a process runs in turn, and sends no heartbeats.
     hosted: bool = False
+    # Refuse other copies of the state folder.
+    take_over: bool = False
 
 
 USUAL = SessionOptions()

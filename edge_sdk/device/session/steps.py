@@ -124,6 +124,7 @@ class Session(Working):
                 data_warnings=self._data_warnings(),
                 conditions=Conditions(),
                 holds_model=self.personal is not None,
+                start=self._begin(),
             )
             self._or_enrol_again(lambda: self._tell(change))
 
@@ -137,6 +138,7 @@ class Session(Working):
             num_examples=count_examples(self.task.train) or None,
             hosted=self._options.hosted,
             profile=self._profile().model_copy(update={"data_warnings": self._data_warnings()}),
+            start=self._begin(),
         )
         enrolled = self.transport.enrol(self._federation, request)
         self.identity = self.identity.model_copy(update={"device_id": enrolled.device_id, "token": enrolled.token})

@@ -20,6 +20,19 @@ DataWarnings = Annotated[
 ]
 
 
+StartId = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+MOST_STARTS = 32
+"""Earlier starts that a device keeps and sends."""
+
+
+class Start(Request):
+    """A start of a device's process: an identifier, and those of the earlier starts with the same state folder."""
+
+    id: StartId
+    after: Annotated[tuple[StartId, ...], Field(max_length=MOST_STARTS)] = ()
+    take_over: bool = Field(default=False, description="Refuse other copies of the state folder from now on")
+
+
 class DeviceProfile(Request):
     """A device's description at enrolment."""
 
@@ -60,6 +73,7 @@ class Enrol(Request):
         default=None, description="Reason why the device cannot join: it is listed with it, and gets no work"
     )
     profile: DeviceProfile = DeviceProfile()
+    start: Start | None = None
 
 
 class Enrolled(Answer):
@@ -110,6 +124,7 @@ class ChangeDevice(Request):
     conditions: Conditions | None = None
     exported: Literal[True] | None = Field(default=None, description="It has exported its personal model")
     revoked: Literal[True] | None = None
+    start: Start | None = Field(default=None, description="Its process has started; 409 if its state was copied")
 
 
 class Doing(str, Enum):
