@@ -144,7 +144,7 @@ def pretrained(path: Path) -> dict[str, Tensor]:
     chance = np.random.default_rng(0)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plan = torch.optim.lr_scheduler.OneCycleLR(optimiser, 2e-3, PRETRAINING_STEPS)
-    for _ in tqdm(range(PRETRAINING_STEPS), desc="pre-training", mininterval=5):
+    for _ in tqdm(range(PRETRAINING_STEPS), desc="pre-training", mininterval=5, disable=None):
         places = chance.integers(0, len(text) - LENGTH - 1, 32)
         batch = torch.from_numpy(np.stack([text[each : each + LENGTH + 1] for each in places]))
         optimiser.zero_grad()

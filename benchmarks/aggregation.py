@@ -189,7 +189,7 @@ def measure(repetitions: int) -> dict[str, tuple[float, float]]:
         if ask is not None:
             measures["Flower"] = lambda: min(ask() for _ in range(-(-repetitions // UPDATES)))
         found = dict.fromkeys(measures, math.inf)
-        for name in tqdm([*measures] * TURNS, leave=False):
+        for name in tqdm([*measures] * TURNS, leave=False, disable=None):
             found[name] = min(found[name], measures[name]())
     return {name: (shares[name], milliseconds) for name, milliseconds in found.items()}
 

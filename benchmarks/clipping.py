@@ -68,7 +68,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--times", type=float, default=FederationSettings().relative_clip, help="relative_clip")
     options = parser.parse_args(arguments)
     cells = [(task, seed) for task in options.tasks for seed in options.seeds]
-    rows = [honest(task, seed, options.data, options.times) for task, seed in tqdm(cells, unit="federation")]
+    rows = [
+        honest(task, seed, options.data, options.times) for task, seed in tqdm(cells, unit="federation", disable=None)
+    ]
     (ROWS / "clipping.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{machine()}\n\n{table_of(rows)}\n\n{table_of_malicious()}")
 

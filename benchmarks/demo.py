@@ -121,7 +121,9 @@ def run(folder: Path, server: str, seed: int, **settings: Any) -> dict[str, Any]
     sessions = Sessions(Graphs(task.graphs["step"], task.graphs["evaluation"]))
     rows = [
         judge(folder, name(index), budget, task, sessions, info.settings, model, seed)
-        for index, budget in enumerate(tqdm(BUDGETS, desc="training locally, to compare", unit="device", leave=False))
+        for index, budget in enumerate(
+            tqdm(BUDGETS, desc="training locally, to compare", unit="device", leave=False, disable=None)
+        )
     ]
     return {
         "seed": seed,
@@ -184,7 +186,10 @@ def watch(
     """Show a live line until every device has left; return the federation's last state and its records."""
     url = "/v1/federations/demo"
     end = time.monotonic() + LIMIT_SECONDS
-    with tqdm(total=ROUNDS, unit="round", desc="starting", dynamic_ncols=True) as bar, connect(server) as client:
+    with (
+        tqdm(total=ROUNDS, unit="round", desc="starting", dynamic_ncols=True, disable=None) as bar,
+        connect(server) as client,
+    ):
         while True:
             running = [process for process in processes if process.poll() is None]
             info = FederationInfo.model_validate_json(client.get(url).raise_for_status().content)

@@ -133,7 +133,7 @@ def stopping_section(by_rule: dict[str, list[dict[str, Any]]]) -> str:
 def main() -> int:
     """Run all seeds and write the page."""
     argparse.ArgumentParser(prog="python -m benchmarks.demo_seeds", description="Run the demo over seeds.").parse_args()
-    runs = tqdm([(rule, seed) for rule in RULES for seed in SEEDS], desc="federations", unit="federation")
+    runs = tqdm([(rule, seed) for rule in RULES for seed in SEEDS], desc="federations", unit="federation", disable=None)
     by_rule: dict[str, list[dict[str, Any]]] = {rule: [] for rule in RULES}
     for rule, seed in runs:
         folder = Path(f"runs/demo-seed-{seed}")

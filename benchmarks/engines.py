@@ -326,12 +326,14 @@ def main(arguments: list[str] | None = None) -> int:
         made = ("engines", "footprint") if options.what == "all" else (options.what,)
         found = [row for row in known if row["row"] not in made]
         if "engines" in made:
-            found += [measure(*cell, options.turns) for cell in tqdm(list(cells(options.models)), unit="cell")]
+            found += [
+                measure(*cell, options.turns) for cell in tqdm(list(cells(options.models)), unit="cell", disable=None)
+            ]
         if "footprint" in made:
-            found += [footprint(*cell, options.turns) for cell in tqdm(FOOTPRINTS, unit="device")]
+            found += [footprint(*cell, options.turns) for cell in tqdm(FOOTPRINTS, unit="device", disable=None)]
         if "accuracy" in made:
             tasks = [task for task in DEVICES if task == "digits" or options.data]
-            found += [accuracy(task, options.data, SEEDS) for task in tqdm(tasks, unit="task")]
+            found += [accuracy(task, options.data, SEEDS) for task in tqdm(tasks, unit="task", disable=None)]
         file.write_text("".join(json.dumps(row) + "\n" for row in found))
     if not file.exists():
         raise SystemExit(f"{file} has no results; run `python -m benchmarks.engines` first")

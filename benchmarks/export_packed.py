@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     cells = [(task, density) for task in (*tasks, WIDE) for density in DENSITIES]
     rows = [
         row
-        for task, density in tqdm(cells, desc="packed", leave=False)
+        for task, density in tqdm(cells, desc="packed", leave=False, disable=None)
         for row in _packed(task, density, options.runs, options.loads)
     ]
     head = [

@@ -260,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one network, one batch size, nothing written")
     options = parser.parse_args(arguments)
     cells = [("mnist:leaf", 128)] if options.quick else list(itertools.product(NETWORKS, BATCH_SIZES))
-    rows = [measure(*cell) for cell in tqdm(cells, unit="cell")]
+    rows = [measure(*cell) for cell in tqdm(cells, unit="cell", disable=None)]
     print(page(rows))
     if not options.quick:
         (ROWS / "gating.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -206,7 +206,7 @@ def main() -> int:
     runs = [(method, seed, multiplier) for seed in SEEDS for method in METHODS for multiplier in MULTIPLIERS]
     with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
         played = pool.map(play, *zip(*runs, strict=True), [CLIP] * len(runs))
-        rows = list(tqdm(played, total=len(runs), desc="federations", unit="federation"))
+        rows = list(tqdm(played, total=len(runs), desc="federations", unit="federation", disable=None))
     (ROWS / "local-noise.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_section("security", "local-noise", page(rows))
     print(page(rows))

@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     turns = [(t, b) for _ in range(options.runs) for t in options.only or TASKS for b in options.batch or BATCHES]
     path = ROWS / "prediction.jsonl"
-    with tqdm(turns) as bar:
+    with tqdm(turns, disable=None) as bar:
         for task, batch in bar:
             bar.set_description(f"{task}, {batch}")
             rows = measure(task, batch, options.steps)

@@ -43,7 +43,7 @@ Row = dict[str, Any]
 def speed(data: Path, rounds: int, turns: int, peers: Sequence[str]) -> list[Row]:
     """Run every peer ``turns`` times, alternating, without sampling memory, and once with it."""
     rows = []
-    with tqdm(total=(turns + 1) * len(peers), unit="run") as bar:
+    with tqdm(total=(turns + 1) * len(peers), unit="run", disable=None) as bar:
         for turn in range(turns + 1):
             for peer in peers:
                 bar.set_description(peer)

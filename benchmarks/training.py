@@ -376,7 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
     file = ROWS / "training.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     for kind in [kind for kind in options.kinds or KINDS if kind != "page"]:
-        measured = [cell() for cell in tqdm(list(KINDS[kind]()), desc=kind, unit="cell")]
+        measured = [cell() for cell in tqdm(list(KINDS[kind]()), desc=kind, unit="cell", disable=None)]
         rows = [row for row in rows if row["row"] != kind] + measured
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if not rows:

@@ -189,9 +189,9 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
     state = cnn.state_dict()
     tensors: Tensors = {spec.name: state[spec.name].numpy() for spec in manifest.shared}
     rows = []
-    for density in tqdm(DENSITIES, desc="neurons"):
+    for density in tqdm(DENSITIES, desc="neurons", disable=None):
         rows.append(compare("neurons", density, Ours(manifest), Boolean(manifest), tensors, repetitions))
-    for density in tqdm(ELEMENT_DENSITIES, desc="elements"):
+    for density in tqdm(ELEMENT_DENSITIES, desc="elements", disable=None):
         held = random_mask(manifest, layer_counts(manifest, density), 0)
         for masks, sent in (("elements", held), ("elements, replaced", replaced(held))):
             ours = Elements(manifest, held, sent)

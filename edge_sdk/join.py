@@ -62,7 +62,16 @@ from .device.telemetry import Telemetry
 from .device.transport import Transport
 from .device.watchdog import Watchdog, read_spent
 from .engines import EngineChoice
-from .errors import BadArgument, FederationDeleted, NothingTrained, SdkError, failure_of, translated
+from .errors import (
+    BadArgument,
+    FederationDeleted,
+    NotFound,
+    NothingTrained,
+    Refused,
+    SdkError,
+    failure_of,
+    translated,
+)
 from .tasks import Task, is_module, load_data_of
 
 if TYPE_CHECKING:
@@ -71,6 +80,10 @@ if TYPE_CHECKING:
 LONG_POLL_SECONDS = 30.0
 # Used if a program may stop this device: a request to stop is seen only after the coordinator has answered.
 STOPPABLE_POLL_SECONDS = 2.0
+
+DEFAULT = "default"
+# Federations whose data are compared if no name was given.
+MOST_TRIED = 10
 
 # Files in the state folder: corrections of the budget's predictions, and today's spending.
 LEARNED = "learned.json"
@@ -174,7 +187,7 @@ def join(
     task: Task | str | Callable[[FederationInfo], Task] | None = None,
     *,
     data: str | None = None,
-    federation: str = "default",
+    federation: str = DEFAULT,
     name: str | None = None,
     state_dir: Path | str | None = None,
     export: Path | str | None = None,
@@ -224,17 +237,6 @@ def join(
     tell.phase("opening")
     with ExitStack() as stack:
         own = client or stack.enter_context(connect(server, options.trust))
-        if state_dir is None:
-            root = default_root(server, federation)
-            if unnamed:
-                _check_renamed(root, name)
-            state_dir = root / name
-        folder = StateFolder(Path(state_dir))
-        stack.callback(folder.close)
-        stack.callback(bar.close)
-        if not quiet:
-            tell.say(f"{name} keeps its state in {folder.path}")
-        meter = stack.enter_context(EnergyMeter(model=options.watts))
         transport = Transport(
             own,
             patience_seconds=options.patience_seconds,
@@ -243,6 +245,21 @@ def join(
             sleep=halt.sleep,
         )
         transport.token = options.enrolment_token or token_of("enrolment")
+        if state_dir is None:
+            root = default_root(server, federation)
+            if unnamed:
+                _check_renamed(root, name)
+            state_dir = root / name
+        if federation == DEFAULT and not Path(state_dir).exists():
+            # A stop is seen again below, once there is a folder.
+            with suppress(Stopped):
+                _check_default(transport, make_task)
+        folder = StateFolder(Path(state_dir))
+        stack.callback(folder.close)
+        stack.callback(bar.close)
+        if not quiet:
+            tell.say(f"{name} keeps its state in {folder.path}")
+        meter = stack.enter_context(EnergyMeter(model=options.watts))
         try:
             halt.check()
             session = Session(
@@ -263,6 +280,31 @@ def join(
         for text in result.warnings:
             tell.say(text)
         return result
+
+
+def _check_default(transport: Transport, make_task: Callable[[FederationInfo, Manifest], Task]) -> None:
+    """Raise NotFound if there is no federation of the default name, naming those that this device's data fit."""
+    try:
+        transport.federation(DEFAULT)
+    except NotFound as error:
+        try:
+            there = transport.federations()
+        except Refused:
+            raise error from None
+        fitting = [info.name for info in there[:MOST_TRIED] if _fits(transport, info, make_task)]
+        if not fitting:
+            raise
+        raise NotFound(
+            404, f"there is no federation {DEFAULT!r}; this device's data fit --federation {' or '.join(fitting)}"
+        ) from None
+
+
+def _fits(transport: Transport, info: FederationInfo, make_task: Callable[[FederationInfo, Manifest], Task]) -> bool:
+    try:
+        make_task(info, transport.manifest(info.name))
+    except SdkError:
+        return False
+    return True
 
 
 def _session_options(

@@ -101,9 +101,9 @@ def _all(turns: Sequence[Sequence[int]], updates: Sequence[int], folder: Path) -
         peer.check()
     folder.mkdir(parents=True, exist_ok=True)
     contests = sum(len(models) for models in ROUNDS.values()) * sum(len(cohorts) for cohorts in turns)
-    with tqdm(total=contests, unit="measurement") as bar:
+    with tqdm(total=contests, unit="measurement", disable=None) as bar:
         rows = measure(turns, folder, bar)
-    with tqdm(total=sum(updates), unit="update", desc="memory") as bar:
+    with tqdm(total=sum(updates), unit="update", desc="memory", disable=None) as bar:
         for count in updates:
             work = Path(tempfile.mkdtemp(dir=folder))
             rows.append(memory.run(count, work, bar.update))

@@ -500,7 +500,7 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     lines = []
     beyond = []
-    with tempfile.TemporaryDirectory() as folder, tqdm(wanted, unit="attack") as bar:
+    with tempfile.TemporaryDirectory() as folder, tqdm(wanted, unit="attack", disable=None) as bar:
         data = Path(folder) / "data"
         data.mkdir()
         known = prepare(data)

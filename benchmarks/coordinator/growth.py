@@ -203,7 +203,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     for crowd in crowds(QUICK if options.quick else ENROLLED, options.postgresql):
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder, tqdm(unit=" device-round", leave=False) as bar:
+        with (
+            tempfile.TemporaryDirectory(dir=options.folder) as folder,
+            tqdm(unit=" device-round", leave=False, disable=None) as bar,
+        ):
             print(json.dumps(run(crowd, Path(folder), bar.update)), flush=True)
     return 0
 

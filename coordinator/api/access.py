@@ -168,15 +168,25 @@ def _need(identity: Identity, name: str | None, kind: Kind, *others: Kind) -> No
                 f"COORDINATOR_HOSTS, or set COORDINATOR_{kind.upper()}_TOKEN"
             )
         return
+    if identity.failure is not None:
+        raise NotAuthenticated(f"this call needs an {kind} token (SPARROW_{kind.upper()}_TOKEN); {identity.failure}")
     holder = identity.caller
     if not isinstance(holder, Holder) or holder.kind not in (kind, *others):
+        sent = "none was sent" if holder is None else f"the one sent is for {_use_of(holder)}"
         raise NotAuthenticated(
-            f"this call needs an {kind} token: set SPARROW_{kind.upper()}_TOKEN, or send Authorization: Bearer <token>"
+            f"this call needs an {kind} token, and {sent}: set SPARROW_{kind.upper()}_TOKEN, or send "
+            f"Authorization: Bearer <token>"
         )
     if not holder.reaches(name):
         raise NotAuthenticated(
             f"this token is only for the federation {holder.federation}; use a token for this federation or for all"
         )
+
+
+def _use_of(caller: Caller | Holder) -> str:
+    if isinstance(caller, Caller):
+        return "a device"
+    return {"admin": "administrators", "observer": "observers", "enrolment": "enrolment"}[caller.kind]
 
 
 AdminOnly = Depends(admin)

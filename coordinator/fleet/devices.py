@@ -329,7 +329,10 @@ _HOLDER = (
 STATE_COPIED = Failure("state-copied")
 NOT_JOINED = "not_joined"
 """The status of a device that has only told why it cannot join."""
-UNKNOWN = "the device token is unknown or revoked; enrol again"
+UNKNOWN = (
+    "this device's token is not valid any more: the device was revoked, or the coordinator was reset; to join again, "
+    "use a new --state-dir or --device-name"
+)
 
 
 def _existing(db: Session, device_id: str) -> Device:
@@ -358,8 +361,9 @@ def _note_start(db: Session, device: Device, start: Start, now: float) -> StateC
     note_failure(db, device, _take_back(db, device.id, STATE_COPIED), STATE_COPIED, now)
     log.warning("%s: its state folder was copied, and more than one copy has started", device.name)
     return StateCopied(
-        f"another copy of the state folder of {device.name} has started since: the folder was copied, or restored from a "
-        f"backup. Start the copy to keep with --take-over, and give each other copy its own --device-name and --state-dir"
+        f"another copy of the state folder of {device.name} has started since: the folder was copied, or restored "
+        f"from a backup. Start the copy to keep with --take-over, and give each other copy its own --device-name and "
+        f"--state-dir"
     )
 
 

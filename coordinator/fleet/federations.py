@@ -47,6 +47,7 @@ from ..storage.tables import (
     Model,
     Round,
     Token,
+    natural,
 )
 from . import publications
 from .checks import check_settings, why_no_pages, why_unbounded
@@ -145,7 +146,7 @@ class Federations:
         self._models.drop(federation.id)
 
     def list(self) -> list[FederationInfo]:
-        """Return all readable federations, oldest first."""
+        """Return all readable federations, in natural order of their names."""
         found = []
         with self._store.reading() as db:
             for federation in db.scalars(select(Federation)):
@@ -154,7 +155,7 @@ class Federations:
                 except Unreadable as error:
                     # A request for this federation reports the reason.
                     log.error("%s", error)
-        return found
+        return sorted(found, key=lambda info: natural(info.name))
 
     def get(self, name: str) -> FederationInfo:
         """Return one federation. Raises NotFound."""

@@ -123,7 +123,9 @@ def judge(
         return judge_device(finished, plan, index, texts)
 
     calls = map(judge_one, devices) if number == 1 else _in_processes(judge_one, devices, number)
-    with tqdm(calls, total=len(devices), desc="judging", unit=" device", dynamic_ncols=True, leave=False) as bar:
+    with tqdm(
+        calls, total=len(devices), desc="judging", unit=" device", dynamic_ncols=True, leave=False, disable=None
+    ) as bar:
         found = list(bar)
     return [list(results) for results in zip(*found, strict=True)]
 

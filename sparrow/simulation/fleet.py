@@ -98,9 +98,8 @@ def run_fleet(
     """
     if (server is None) == (app is None):
         raise BadArgument("give either the coordinator's address or its application")
+    check_run(engine, plan, processes)
     accelerated = plan.compute.device != "cpu"
-    if accelerated and processes not in (None, 1):
-        raise BadArgument(f"{processes} processes, but an accelerator allows only one: set 1, or train on the cpu")
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect_to(server, app, access.trust))
         root = stack.enter_context(_root(state_dir, in_memory, server or in_process.ADDRESS, plan.federation))
@@ -139,14 +138,18 @@ def run_fleet(
         return run.until_over()
 
 
+def check_run(engine: EngineChoice, plan: Plan, processes: int | None) -> None:
+    """Raise BadArgument for options of a fleet that exclude each other."""
+    if plan.compute.device != "cpu" and processes not in (None, 1):
+        raise BadArgument(f"{processes} processes, but an accelerator allows only one: set 1, or train on the cpu")
+    if not plan.budgets and engine == "onnx":
+        raise BadArgument("automatic budgets need PyTorch: give --engine torch, or --budgets")
+
+
 def _chosen(asked: EngineChoice, plan: Plan, known: Known, first: Task) -> EngineName:
-    """Return the engine for the devices of ``plan``. Raises CannotTrain, BadArgument."""
-    if not plan.budgets:
-        if asked == "onnx":
-            raise BadArgument("automatic budgets need PyTorch: give --engine torch, or --budgets")
-        asked = "torch"
+    """Return the engine for the devices of ``plan``. Raises CannotTrain."""
     task = replace(first, compute=plan.compute)
-    return choose_engine(asked, task, known.manifest, known.info.method)
+    return choose_engine(asked if plan.budgets else "torch", task, known.manifest, known.info.method)
 
 
 def _trainers(

@@ -30,7 +30,7 @@ from edge_sdk.engines import EngineChoice
 from edge_sdk.errors import BadArgument, Refused, translated
 from edge_sdk.publish import PATIENCE_SECONDS, PublishOptions, load_to_publish, publish, read_settings
 from edge_sdk.publishing.signing import Publisher
-from edge_sdk.tasks import Task
+from edge_sdk.tasks import Task, load_task
 from sparrow.devices.simulation import BOARDS, Board, load_boards
 
 from ..command_line.command import Command, Parser, WrongUsage
@@ -38,7 +38,7 @@ from ..command_line.options import add_json, add_server, add_wait
 from ..transport import httpx, tls
 from . import in_process
 from .cluster import run_on_ray
-from .fleet import Access, connect_to, run_fleet
+from .fleet import Access, check_run, connect_to, run_fleet
 from .host import Plan
 from .result import Result, installed
 
@@ -130,6 +130,7 @@ def simulate(
             in_memory = in_memory or state_dir is None
         elif isinstance(app, str):
             app = _load_app(app)
+        check_run(engine, plan, options.processes)
         if task is not None:
             _create(server, app, plan, task, settings, options)
         common: dict[str, Any] = {
@@ -171,7 +172,13 @@ def _create(
 ) -> None:
     """Create the federation unless the same one exists. A task that is not built in is published from device 0."""
     settings = {"min_devices": plan.devices, "draws": "seed", **given}
-    made = load_to_publish(task, plan.data_of(0), settings, device=plan.name(0)) if isinstance(task, str) else task(0)
+    data = plan.data_of(0)
+    name = plan.name(0)
+    made = load_to_publish(task, data, settings, device=name) if isinstance(task, str) else task(0)
+    if isinstance(made, str):
+        # Before the federation exists: wrong data must not leave one behind.
+        wanted = read_settings(settings)
+        load_task(made, data, device=name, seed=wanted.seed, batch_size=wanted.batch_size)
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect_to(server, app, options.trust))
         left_out = [name for name in ("min_devices", "draws") if name not in given]

@@ -20,7 +20,7 @@ from edge_sdk.device.session import FAILURES, FIRST_REST, LONGEST_REST, Outcome,
 from edge_sdk.device.state import StateFolder, Totals, default_root
 from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.device.transport import Transport
-from edge_sdk.errors import BadArgument, FederationDeleted, NotAuthenticated
+from edge_sdk.errors import BadArgument, FederationDeleted, NotAuthenticated, NotFound
 from edge_sdk.tasks.compute import USUAL, Compute
 from edge_sdk.tasks.digits import load
 from sparrow.command_line.exits import Exit
@@ -198,10 +198,13 @@ def test_an_export_that_cannot_be_written_is_refused_before_the_training(tmp_pat
     assert "give another --export" in capsys.readouterr().err
 
 
+UNREACHABLE = ("--server", "http://127.0.0.1:9", "--federation", "lab", "--wait", "0")
+
+
 def test_a_state_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     state = tmp_path / "file" / "state"
-    assert join.main(["--server", "http://127.0.0.1:9", "--state-dir", str(state), "--wait", "0"]) == Exit.FAILED
+    assert join.main([*UNREACHABLE, "--state-dir", str(state)]) == Exit.FAILED
     assert "give another --state-dir" in capsys.readouterr().err
 
 
@@ -326,6 +329,15 @@ def session(spoiling, tmp_path):
             make_task=lambda info, manifest: load("index=0,of=20", device="pi", seed=0, batch_size=16),
             options=SessionOptions(engine="torch"),
         )
+
+
+def test_a_forgotten_federation_is_named_if_the_data_fit_it(spoiling, tmp_path):
+    client = httpx.Client(base_url=in_process.ADDRESS, transport=spoiling)
+    for data, fits in (("index=0,of=20", True), (str(tmp_path / "other.csv"), False)):
+        with pytest.raises(NotFound) as refused:
+            join.join(in_process.ADDRESS, data=data, client=client, state_dir=tmp_path / "none", quiet=True)
+        assert ("--federation f" in str(refused.value)) is fits
+    assert not (tmp_path / "none").exists()
 
 
 def fetched(spoiling):

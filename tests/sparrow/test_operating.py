@@ -164,7 +164,7 @@ def test_what_keeps_it_from_that_is_one_line(fails, night, lab, monkeypatch):
     assert "night is paused: its devices would lose" in fails(Exit.FAILED, *DELETE, "night", "--server", night, "--yes")
     lab.patch("/v1/federations/night", json={"action": "stop"}).raise_for_status()
     monkeypatch.setenv("SPARROW_ADMIN_TOKEN", "wrong")
-    assert "set SPARROW_ADMIN_TOKEN" in fails(Exit.REFUSED, *DELETE, "night", "--server", night, "--yes")
+    assert "SPARROW_ADMIN_TOKEN" in fails(Exit.REFUSED, *DELETE, "night", "--server", night, "--yes")
 
 
 def test_publishing_an_existing_federation_needs_exist_ok(sparrow, fails, night):

@@ -25,11 +25,13 @@ from ..sign_in import PAGES, kept_session
 from .base import READY, Middleware
 
 TOKEN_NEEDED = (
-    "a valid token is needed here: send Authorization: Bearer <token>. Joining needs an enrolment token "
-    "(SPARROW_ENROLMENT_TOKEN), publishing an admin token (SPARROW_ADMIN_TOKEN), viewing an observer token; the "
-    "operator makes them with sparrow token create. A device whose token was valid before has been revoked"
+    "this coordinator needs a token: set SPARROW_ENROLMENT_TOKEN to join, SPARROW_ADMIN_TOKEN to publish, or "
+    "SPARROW_OBSERVER_TOKEN to view; its operator makes one with sparrow token create"
 )
-
+TOKEN_UNKNOWN = (
+    "this coordinator does not know the token that was sent: check it for a typing error, or ask the operator for a "
+    "new one (sparrow token create)"
+)
 
 OPEN = (READY, "/join/", "/web/", "/page/")
 """Prefixes of paths that need no token: readiness, the device page, and files of pages."""
@@ -136,7 +138,10 @@ def _look_up(coordinator: Coordinator, token: str) -> Caller | Holder:
         # An operator may have chosen a token with this prefix.
         with suppress(NotAuthenticated):
             return coordinator.devices.authenticate(token)
-    return coordinator.tokens.find(token) or coordinator.devices.authenticate(token)
+    found = coordinator.tokens.find(token)
+    if found is None and not token.startswith(PREFIXES["device"]):
+        raise NotAuthenticated(TOKEN_UNKNOWN)
+    return found or coordinator.devices.authenticate(token)
 
 
 def _seen(coordinator: Coordinator, identity: Identity, receive: Receive) -> Receive:
@@ -163,5 +168,5 @@ def _refusal(identity: Identity, path: str) -> Response | None:
     if isinstance(identity.failure, FederationDeleted):
         return problem(410, "FederationDeleted", str(identity.failure))
     if identity.caller is None and len(identity.guarded) == len(KINDS):
-        return problem(401, "NotAuthenticated", TOKEN_NEEDED, CHALLENGE)
+        return problem(401, "NotAuthenticated", str(identity.failure or TOKEN_NEEDED), CHALLENGE)
     return None
