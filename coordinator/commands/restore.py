@@ -1,5 +1,7 @@
 """``sparrow restore SOURCE``: restore a backup of ``sparrow backup`` into an empty folder or database.
 
+A backup of SQLite may be restored into PostgreSQL, to move a coordinator there.
+
 The coordinator's settings (``COORDINATOR_*``) name the target. Everything is checked first, and existing data is never
 changed. The records come last, so that an interrupted restore leaves no coordinator without its models.
 
@@ -25,6 +27,7 @@ from ..settings import Settings, read_settings
 from ..storage.blobs import FolderBlobs, flush, flush_folder, make_folder, private
 from ..storage.database import connect
 from ..storage.failing import database_errors
+from ..storage.moving import to_postgresql
 from ..storage.store import RECORDS_FILE, lock_folder, open_blobs
 from .backup import (
     BLOBS_FOLDER,
@@ -52,10 +55,11 @@ def bring_back(settings: Settings, source: Path) -> None:
             f"{source} has format {summary['format']}, this version reads {FORMAT}; use the version that made it"
         )
     to_server = settings.database_url is not None
-    if summary["records"] != (DUMP_FILE if to_server else RECORDS_FILE):
-        kinds = ("PostgreSQL", "SQLite") if to_server else ("SQLite", "PostgreSQL")
+    dumped = summary["records"] == DUMP_FILE
+    if dumped and not to_server:
         raise BackupFailed(
-            f"the settings are for {kinds[0]}, the backup is of {kinds[1]}; change COORDINATOR_DATABASE_URL"
+            "the backup is of PostgreSQL and cannot be restored into SQLite; set COORDINATOR_DATABASE_URL to an empty "
+            "database"
         )
     made = FolderBlobs(source / BLOBS_FOLDER)
     check_copy(source, summary)
@@ -67,7 +71,10 @@ def bring_back(settings: Settings, source: Path) -> None:
             blobs.put(key, made.get(key))
         if settings.database_url is not None:
             address = settings.database_url.get_secret_value()
-            run_postgresql(address, "pg_restore", "--no-owner", "--single-transaction", str(source / DUMP_FILE))
+            if dumped:
+                run_postgresql(address, "pg_restore", "--no-owner", "--single-transaction", str(source / DUMP_FILE))
+            else:
+                to_postgresql(source / RECORDS_FILE, address)
             return
         partial = settings.data_dir / f"{RECORDS_FILE}.partial"
         partial.unlink(missing_ok=True)

@@ -330,8 +330,8 @@ STATE_COPIED = Failure("state-copied")
 NOT_JOINED = "not_joined"
 """The status of a device that has only told why it cannot join."""
 UNKNOWN = (
-    "this device's token is not valid any more: the device was revoked, or the coordinator was reset; to join again, "
-    "use a new --state-dir or --device-name"
+    "this device's token is not valid any more: the device was revoked, or the coordinator was reset or restored; "
+    "enrol again with a new --state-dir or --device-name"
 )
 
 

@@ -153,15 +153,20 @@ def migrate(engine: Engine) -> None:
         known = inspect(connection).has_table(REVISION.name)
         revision = connection.scalar(select(REVISION.c.version_num)) if known else None
         if revision is None and not inspect(connection).has_table(Federation.__tablename__):
-            Base.metadata.create_all(connection)
-            REVISION.create(connection, checkfirst=True)
-            connection.execute(REVISION.insert().values(version_num=newest_revision()))
+            create_tables(connection)
             connection.commit()
         elif revision != newest_revision():
             check_revision(connection)
             _upgrade(connection)
         if engine.dialect.name == "postgresql" and connection.scalar(text("SHOW fsync")) == "off":
             log.warning("the PostgreSQL server runs with fsync=off: a power cut may lose acknowledged updates")
+
+
+def create_tables(connection: Connection) -> None:
+    """Create the tables of the newest revision; the caller commits."""
+    Base.metadata.create_all(connection)
+    REVISION.create(connection, checkfirst=True)
+    connection.execute(REVISION.insert().values(version_num=newest_revision()))
 
 
 def check_revision(connection: Connection) -> None:

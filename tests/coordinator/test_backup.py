@@ -8,13 +8,16 @@ import os
 from contextlib import closing
 
 import pytest
+from sqlalchemy import select
 
 from sparrow.coordinator.commands import backup, restore
 from sparrow.coordinator.commands.backup import back_up
 from sparrow.coordinator.commands.restore import bring_back
 from sparrow.coordinator.errors import BackupFailed, DamagedRecords, NoRecords, NotAuthenticated
 from sparrow.coordinator.settings import Settings
-from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.database import connect
+from sparrow.coordinator.storage.store import RECORDS_FILE, Store
+from sparrow.coordinator.storage.tables import Base
 
 from .fakes import LocalCoordinator
 from .sessions import CoordinatorWithDevices
@@ -190,6 +193,48 @@ def test_of_postgresql(tmp_path, clock, answer, play, monkeypatch, postgresql):
             device.coordinator = coordinator
         play(coordinator, devices)
         assert coordinator.model() == wanted
+
+
+def rows(url_or_path):
+    """All rows of all tables, apart from those of processes."""
+    engine = connect(url_or_path)
+    with engine.connect() as connection:
+        tables = [each for each in Base.metadata.sorted_tables if each.name != "processes"]
+        found = {each.name: sorted(map(str, connection.execute(select(each)))) for each in tables}
+    engine.dispose()
+    return found
+
+
+def test_a_federation_moves_from_sqlite_to_postgresql_and_goes_on(tmp_path, clock, answer, play, postgresql):
+    url = postgresql.new_database()
+    coordinator = LocalCoordinator(tmp_path / "data", clock)
+    with closing(coordinator.store):
+        devices = some_way(coordinator, answer)
+        back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
+        play(coordinator, devices)
+        wanted = coordinator.model()
+    bring_back(settings_for(tmp_path / "new", database_url=url), tmp_path / "copy")
+    assert rows(url) == rows(tmp_path / "copy" / RECORDS_FILE)
+    coordinator = LocalCoordinator(tmp_path / "new", clock, database_url=url)
+    with closing(coordinator.store):
+        for device in devices:
+            device.coordinator = coordinator
+        play(coordinator, devices)
+        assert coordinator.model() == wanted
+        # Numbers of rows go on, too.
+        coordinator.create("g")
+        assert coordinator.info("g").uid != coordinator.info().uid
+
+
+def test_records_do_not_move_from_postgresql_to_sqlite(tmp_path, clock, answer, monkeypatch, postgresql):
+    monkeypatch.setenv("PATH", f"{postgresql.programs}{os.pathsep}{os.environ['PATH']}")
+    url = postgresql.new_database()
+    coordinator = LocalCoordinator(tmp_path / "data", clock, database_url=url)
+    with closing(coordinator.store):
+        some_way(coordinator, answer)
+        back_up(settings_for(tmp_path / "data", database_url=url), tmp_path / "copy")
+    with pytest.raises(BackupFailed, match="COORDINATOR_DATABASE_URL"):
+        bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
 
 
 @pytest.mark.parametrize(
