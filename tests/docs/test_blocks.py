@@ -191,6 +191,11 @@ def desk(tmp_path, monkeypatch):
     (programs / "activate").touch()
     x, y = rows(0, (8,), 8)
     np.savez(folder / "mine.npz", x_train=x, y_train=y, classes=8)
+    for number, name in enumerate(("ada", "ben", "cleo", "ada-week2", "cleo-week2")):
+        states = ("busy", "idle", "failed") if name == "cleo-week2" else ("busy", "idle")
+        x, y = rows(number, (len(states),), len(states))
+        lines = [f"{row[0]:.3f},{row[1]:.3f},{states[label]}" for row, label in zip(x, y, strict=True)]
+        (folder / f"{name}.csv").write_text("\n".join(["load,heat,state", *lines, ""]))
     x, y = rows(1, (1, 8, 8), 10)
     np.savez(folder / "digits.npz", x_test=x, y_test=y)
     np.save(folder / "x.npy", next(iter(digits.load("index=0,of=2", device="one", seed=0, batch_size=20).test))[0][:3])
