@@ -1,7 +1,7 @@
-"""Board, energy and conditions of a device, read from the device itself.
+"""Hardware, energy use and operating conditions of this device.
 
-The package knows nothing of federated learning, needs only the standard library and changes no setting of the device.
-Every figure carries its `Quality`: measured, derived, estimated, or unavailable with a reason.
+The package is independent of federated learning, uses only the standard library and never changes the device's
+settings. Every value has a `Quality`: measured, derived, estimated, or unavailable with a reason.
 """
 
 from .energy import Energy, EnergyMeter, Phase

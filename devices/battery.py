@@ -1,4 +1,4 @@
-"""Power and charge of batteries; while one discharges, its power is the power of the whole device."""
+"""Battery power and charge. While a battery discharges, its power equals the power of the whole device."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -75,7 +75,7 @@ class Batteries(PowerSource):
         return Reading(100 * full.value / design.value, "%", "battery", Quality.DERIVED, "energy_full", now)
 
     def status(self) -> str:
-        """Return the kernel's states, such as "discharging", without repeats."""
+        """Return the distinct battery states that the kernel reports, such as "discharging"."""
         words = [self._files.text_or(f"{path}/status", "unknown").lower() for path in self._batteries]
         return ", ".join(dict.fromkeys(words))
 
@@ -102,7 +102,7 @@ class Batteries(PowerSource):
         return Reading(total, "Wh", "battery", first.quality, first.source, now)
 
     def _watt_hours(self, path: str, which: str, now: float) -> Reading:
-        """Return one battery's energy; a gauge of charge is converted with the design voltage."""
+        """Return the energy of one battery; if it reports only charge, convert with the design voltage."""
         energy = self._files.reading(f"{path}/energy_{which}", "Wh", "battery", now, 1e-6)
         if energy.reason is not Reason.ABSENT:
             return energy
@@ -134,7 +134,9 @@ def find_batteries(files: Files) -> Batteries | None:
 
 
 def on_mains(files: Files, now: float) -> Reading:
-    """Return 1.0 on external power, 0.0 on battery; a device without battery and supplies counts as on mains."""
+    """Return 1.0 on external power, 0.0 on battery; a device that reports neither battery nor supply counts as on
+    mains.
+    """
     try:
         files.children(POWER_SUPPLY)
     except ReadError as failure:

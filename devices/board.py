@@ -22,7 +22,7 @@ _DMI = "sys/devices/virtual/dmi/id"
 
 @dataclass(frozen=True)
 class BoardInfo:
-    """A board and its system; unknown texts are empty."""
+    """A board and its operating system; unknown fields are empty strings."""
 
     # This project's name, such as raspberry-pi-5.
     name: str
@@ -59,17 +59,17 @@ class BoardInfo:
 
     @property
     def has_wheels(self) -> bool:
-        """True if torch and ONNX Runtime are published for it."""
+        """True if wheels of torch and ONNX Runtime exist for this platform."""
         return self.bits == 64
 
     @property
     def detects_under_voltage(self) -> bool:
-        """True if it detects a weak supply; the Pi Zero family cannot."""
+        """True if the board detects under-voltage, which the Pi Zero family cannot."""
         return self.kind in ("raspberry-pi", "jetson") and "zero" not in self.name
 
 
 def find_board(system: System) -> BoardInfo:
-    """Return the board as far as its files describe it; never raises."""
+    """Identify the board as far as possible; never raises."""
     files = system.files
     compatible = _strings(files, f"{_TREE}/compatible")
     processors, tail = _cpuinfo(files)
@@ -265,7 +265,7 @@ _CORES: Mapping[tuple[int, int], str] = {
 
 
 def _cpuinfo(files: Files) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """Return the processors of /proc/cpuinfo, and the board's fields at its end."""
+    """Return the processors listed in /proc/cpuinfo, and the board fields at its end."""
     processors: list[dict[str, str]] = []
     tail: dict[str, str] = {}
     for line in files.text_or("proc/cpuinfo").splitlines():
@@ -282,7 +282,7 @@ def _cpuinfo(files: Files) -> tuple[list[dict[str, str]], dict[str, str]]:
 
 
 def _core(processors: list[dict[str, str]]) -> str:
-    """Return the names of all kinds of cores, joined by "+"."""
+    """Return the names of all core types, joined by "+"."""
     names = []
     for processor in processors:
         try:

@@ -4,8 +4,8 @@
     conditions = reader.read()
     if conditions.temperature.value is not None and conditions.temperature.value > 80: ...
 
-A field without a value carries a reason and is never 0 instead. `read` may be called every second: slow sources are
-read at the intervals in `_PERIODS`, and keep their last reading and its time in between.
+A field without a value has a reason, and is never 0. `read` may be called every second: slow sources are read only at
+the intervals in `_PERIODS`; in between, their last reading is returned with its original time.
 """
 
 import time
@@ -54,7 +54,7 @@ class Conditions:
 
 
 class ConditionsReader:
-    """Reads a device's conditions. storage: a folder on the disk in question. clock: monotonic seconds."""
+    """Reads a device's conditions. storage: a folder on the disk to check. clock: monotonic seconds."""
 
     def __init__(
         self, system: System, *, clock: Callable[[], float] = time.monotonic, storage: Path = Path("/")

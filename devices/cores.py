@@ -1,4 +1,4 @@
-"""Processor cores: online cores, load, this process's part of it, and clocks."""
+"""Processor cores: online cores, system load, this process's load, and clock frequencies."""
 
 import os
 
@@ -22,7 +22,7 @@ def online_cores(files: Files) -> list[int]:
 
 
 def busy_seconds(files: Files, now: float) -> Reading:
-    """Return the core-seconds that all cores have worked since the start of the system."""
+    """Return the busy time of all cores since boot, in core-seconds."""
     path = "proc/stat"
 
     def take() -> float:
@@ -36,7 +36,7 @@ def busy_seconds(files: Files, now: float) -> Reading:
 
 
 def own_seconds(files: Files, now: float) -> Reading:
-    """Return the core-seconds that this process has worked."""
+    """Return the processor time of this process, in core-seconds."""
     path = "proc/self/stat"
 
     def take() -> float:
@@ -48,21 +48,21 @@ def own_seconds(files: Files, now: float) -> Reading:
 
 
 def load_average(files: Files, now: float) -> Reading:
-    """Return the number of tasks that ran or waited, averaged over the last minute."""
+    """Return the load average of the last minute."""
     path = "proc/loadavg"
     return Reading.taken("tasks", "cpu", path, now, lambda: float(files.text(path).split()[0]))
 
 
 def clock(files: Files, core: int, now: float, which: str = "scaling_cur_freq") -> Reading:
-    """Return a core's clock in Hz as the kernel sees it, or a limit of it (`scaling_max_freq`, `cpuinfo_max_freq`).
+    """Return a core's clock frequency in Hz, or a limit of it (`scaling_max_freq`, `cpuinfo_max_freq`).
 
-    Throttling by a Pi's firmware does not show here; see `arm_clock`.
+    The kernel's value does not include throttling by a Pi's firmware; see `arm_clock`.
     """
     return files.reading(f"{CPU}/cpu{core}/cpufreq/{which}", "Hz", "cpu", now, 1e3)
 
 
 def arm_clock(system: System, now: float) -> Reading:
-    """Return the clock in Hz at which a Pi's firmware runs its cores, throttling included."""
+    """Return the clock frequency in Hz that a Pi's firmware has set, including throttling."""
     source = "vcgencmd measure_clock arm"
 
     def take() -> float:
@@ -75,9 +75,10 @@ def arm_clock(system: System, now: float) -> Reading:
 
 
 class LoadOfOthers:
-    """The share of all cores, 0 to 1, that other processes have kept busy over the last minute.
+    """CPU utilisation by other processes over the last minute, from 0 to 1.
 
-    The first value is the kernel's load average less this process's work; later ones are counted from read to read.
+    The first value is the load average minus this process's load; later values are computed from the counters of two
+    reads.
     """
 
     window_seconds = 60.0
@@ -88,7 +89,7 @@ class LoadOfOthers:
         self._past: list[tuple[float, float, float]] = []
 
     def read(self, now: float) -> Reading:
-        """Return the share, or a reading with the reason for its absence."""
+        """Return the utilisation, or a failed reading with the reason."""
         busy = busy_seconds(self._files, now)
         own = own_seconds(self._files, now)
         if busy.value is None:

@@ -1,13 +1,14 @@
-"""Joules of a phase of work.
+"""Energy use of a phase of work.
 
     with EnergyMeter() as meter:
         with meter.phase("train") as phase:
             train()
         print(phase.energy.joules, phase.energy.quality)
 
-All power sources are read at both ends of a phase, and by one background thread in between; the best one that covered
-the phase gives the figure (order: `devices.power`, choice: `devices.integral`). Counters and processor time are exact
-between two reads; watts are integrated by the trapezoid rule. Time without good readings lowers the coverage.
+All power sources are read at the start and the end of a phase, and in between by a background thread. The energy comes
+from the best source that covered the phase (order: `devices.power`, selection: `devices.integral`). Counters and
+processor time are exact between two reads; watts are integrated by the trapezoid rule. Missing readings lower the
+coverage.
 """
 
 import math
@@ -54,7 +55,7 @@ class Energy:
 
 
 class Phase:
-    """A measured period of work: a context manager made by `EnergyMeter.phase`."""
+    """A measured period of work; a context manager, created by `EnergyMeter.phase`."""
 
     def __init__(self, meter: "EnergyMeter", name: str) -> None:
         self.name = name
@@ -83,7 +84,7 @@ class Phase:
 
     @property
     def span(self) -> tuple[float, float]:
-        """Start and end, in seconds since 1970. Raises RuntimeError before the phase has ended."""
+        """Start and end as Unix timestamps. Raises RuntimeError before the phase has ended."""
         if self._energy is None:
             raise RuntimeError(f"phase {self.name!r} has not ended: ask for its span after the `with` block")
         return self._began_at, self._ended_at
@@ -110,7 +111,7 @@ _WHOLE = 0.999
 
 
 def energy_of(integrals: list[Integral], seconds: float) -> Energy:
-    """Return the energy of a phase of this length from the best of these sources."""
+    """Return the energy of a phase of this length from the best source."""
     chosen = best(integrals, seconds)
     if chosen is None:
         why = why_unavailable([(i.source, i.trouble or Reason.STALE) for i in integrals])
@@ -122,14 +123,14 @@ def energy_of(integrals: list[Integral], seconds: float) -> Energy:
 
 
 class EnergyMeter:
-    """Measures phases of work on this device; phases may follow or overlap each other.
+    """Measures the energy of phases of work, which may overlap.
 
-    system: the device, by default this machine. model: watts to estimate with if no sensor answers. period_seconds:
-    interval of the background thread. background: False for no thread; call `sample` in long phases then. Raises
-    ValueError for a period_seconds that is not finite and above 0.
+    system: the device, by default this machine. model: power model for estimates if no sensor works. period_seconds:
+    interval of the background thread. background: False for no thread; then call `sample` during long phases. Raises
+    ValueError unless period_seconds is finite and positive.
 
-    Close the meter, or use it as a context manager, to end the thread. Without a thread only the ends of a phase are
-    read. After a fork the child starts its own thread with its next phase.
+    Close the meter, or use it as a context manager, to stop the thread. After a fork, the child process starts its own
+    thread with its next phase.
     """
 
     def __init__(
@@ -165,18 +166,18 @@ class EnergyMeter:
         self.close()
 
     def phase(self, name: str) -> Phase:
-        """Return a context manager that measures a phase, also one that an error ends."""
+        """Return a context manager that measures a phase, even if the phase raises."""
         return Phase(self, name)
 
     def sample(self) -> None:
-        """Read the sources that are due, for every running phase. The background thread calls this."""
+        """Read all sources that are due, for every running phase. The background thread calls this method."""
         with self.lock:
             now = self._clock()
             for phase in self._running:
                 phase._sample(now)
 
     def describe(self) -> str:
-        """Return one line for a person: the source in use and its quality, or why none works."""
+        """Describe the source in use and its quality, or why no source works, in one line."""
         now = self._clock()
         troubles = []
         for source in self._sources:
@@ -187,7 +188,7 @@ class EnergyMeter:
         return f"energy: unavailable, {why_unavailable(troubles)}"
 
     def close(self) -> None:
-        """End the background thread for good. Running phases can still end."""
+        """Stop the background thread permanently. Running phases can still end."""
         self._stop.set()
         if self.thread is not None:
             self.thread.join()

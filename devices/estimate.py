@@ -1,10 +1,10 @@
-"""Energy without a sensor: a straight line from idle to full load, always labelled `estimated`.
+"""Energy estimates without a sensor: a power model that is linear in the load; always labelled `estimated`.
 
     P = P_idle + (P_max - P_idle) * u * (f / f_max)^a
 
-u is the mean utilisation of the online cores (0 to 1), f their mean clock, a = 1.7 (fits: 1.78 on the Pi 5, 1.68 on the
-CM5). The result covers the whole board, idle power included, USB devices excluded, within about 30 % if uncalibrated.
-Processor time is a running sum, so the mean utilisation between two reads is exact.
+u is the mean utilisation of the online cores (0 to 1), f is their mean clock frequency, and a = 1.7 (fitted: 1.78 on
+the Pi 5, 1.68 on the CM5). The estimate covers the whole board, including idle power but not USB devices, and has an
+error of about 30 % if uncalibrated. Processor time is a counter, so the mean utilisation between two reads is exact.
 """
 
 import math
@@ -20,7 +20,7 @@ METHOD = "util-linear-v1"
 
 @dataclass(frozen=True)
 class PowerModel:
-    """Watts of a board at rest and under full load."""
+    """Power of a board when idle and under full load, in watts."""
 
     idle_watts: float
     max_watts: float
@@ -40,7 +40,7 @@ class PowerModel:
 
     @classmethod
     def parse(cls, text: str) -> "PowerModel":
-        """Return the model of a text such as "2.3:6.4": idle watts, watts under full load. Raises BadFigures."""
+        """Parse a model such as "2.3:6.4": idle watts and full-load watts. Raises BadFigures."""
         # The clock is ignored: the measured full load already includes its clock.
         try:
             idle, full = (float(part) for part in text.split(":"))
@@ -52,7 +52,7 @@ class PowerModel:
         return cls(idle, full, f"given {text.strip()}", exponent=0.0)
 
     def watts(self, utilisation: float, clock_share: float = 1.0) -> float:
-        """Return the board's power at this utilisation and share of the highest clock, both from 0 to 1."""
+        """Return the board's power at this utilisation and relative clock frequency, both from 0 to 1."""
         return self.idle_watts + (self.max_watts - self.idle_watts) * utilisation * math.pow(clock_share, self.exponent)
 
 
@@ -71,7 +71,7 @@ BOARDS: Mapping[str, PowerModel] = {
 
 
 def board_model(files: Files) -> PowerModel | None:
-    """Return the table's model of this board, if it has one."""
+    """Return the built-in power model of this board, if there is one."""
     try:
         names = files.strings("proc/device-tree/compatible")
     except ReadError:
@@ -80,9 +80,9 @@ def board_model(files: Files) -> PowerModel | None:
 
 
 class Estimate:
-    """A power model driven by processor time: of all cores, or of this process if /proc/stat is unreadable.
+    """A power model driven by the processor time of all cores, or of this process if /proc/stat is unreadable.
 
-    cpu_seconds: processor time of this process so far. A clock that cannot be read counts as the highest.
+    cpu_seconds: processor time of this process so far. An unreadable clock frequency counts as the maximum.
     """
 
     scope = "board"
@@ -100,7 +100,7 @@ class Estimate:
         self.name = f"{METHOD} {model.coefficients} ±{model.rel_uncertainty:.0%}, utilisation of {whose}"
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Return busy core-seconds so far, number of online cores, mean clock as a share of the highest."""
+        """Return busy core-seconds so far, the number of online cores, and their mean relative clock frequency."""
         if self._whole_machine:
             busy = busy_seconds(self._files, now)
         else:
@@ -111,7 +111,7 @@ class Estimate:
         return busy, cores, Reading(share, "1", "cpu", Quality.DERIVED, "cpufreq", now)
 
     def watts_now(self, now: float) -> Reading:
-        """Return the watts at the load of the last minute."""
+        """Return the power at the mean load of the last minute, in watts."""
         load = load_average(self._files, now)
         online = online_cores(self._files)
         if load.value is None:
@@ -132,7 +132,7 @@ class Estimate:
         return self._model.watts(utilisation, clock_share) * seconds
 
     def longest_gap_seconds(self, period_seconds: float) -> float:
-        """No limit: processor time is a running sum."""
+        """No limit: processor time is a counter."""
         return math.inf
 
     def _clock_share(self, cores: list[int]) -> float:

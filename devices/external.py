@@ -1,7 +1,8 @@
-"""Readings of an external meter: a CSV file of times and watts, turned into joules per phase.
+"""Recordings of an external power meter: a CSV file of times and watts, integrated to joules per phase.
 
-`offset_seconds` is added to the meter's times to align its clock. Power is interpolated linearly between two readings;
-a gap of more than five of the meter's periods counts as unknown.
+`offset_seconds` is added to the meter's times to align its clock. Power is interpolated linearly between readings; gaps
+of more than five periods of the meter are not covered.
+
     time,watts
     2026-11-22T10:00:00Z,3.1
     2026-11-22T10:00:01Z,3.4
@@ -24,10 +25,10 @@ from .readings import BadFigures, Quality, Reading, Reason
 
 
 class ExternalMeter(PowerSource):
-    """The recording of a meter, as a power source.
+    """A meter's recording as a power source.
 
-    times: seconds since 1970, increasing. watts: one per time. Raises BadFigures for fewer than two readings, and for
-    values that are not finite, negative powers and unsorted times.
+    times: Unix timestamps, increasing. watts: one per time. Raises BadFigures for fewer than two readings, non-finite
+    values, negative powers and unsorted times.
     """
 
     scope = "external meter"
@@ -54,9 +55,9 @@ class ExternalMeter(PowerSource):
 
     @classmethod
     def load(cls, path: Path, offset_seconds: float = 0.0) -> "ExternalMeter":
-        """Read a CSV file: a column of times (seconds, or ISO 8601 dates) and one of watts.
+        """Read a CSV file with a column of times (seconds or ISO 8601 dates) and a column of watts.
 
-        A header with `time` and `watts` selects the columns. Raises BadFigures with the line, or OSError.
+        A header with `time` and `watts` selects the columns. Raises BadFigures with the line number, or OSError.
         """
         times = []
         watts = []
@@ -71,7 +72,7 @@ class ExternalMeter(PowerSource):
         return cls(times, watts, path.name)
 
     def energy(self, start: float, end: float) -> Energy:
-        """Return the joules between two times in seconds since 1970. Raises BadFigures if end is before start."""
+        """Return the joules between two Unix timestamps. Raises BadFigures if end is before start."""
         if not start <= end:
             raise BadFigures(f"a phase cannot end at {end} when it starts at {start}")
         integral = Integral(self, self.period_seconds)
@@ -95,14 +96,14 @@ class ExternalMeter(PowerSource):
         return (Reading(value, "W", self.scope, self.quality, self.name, now),)
 
     def longest_gap_seconds(self, _period_seconds: float) -> float:
-        """Return five of the meter's own periods."""
+        """Return five times the meter's period."""
         return 5 * self.period_seconds
 
 
 def load_phases(path: Path) -> list[tuple[str, float, float]]:
-    """Read phases from a CSV file: name, start, end (seconds since 1970, or ISO 8601 dates).
+    """Read phases from a CSV file: name, start, end (Unix timestamps or ISO 8601 dates).
 
-    Raises BadFigures with the line, or OSError.
+    Raises BadFigures with the line number, or OSError.
     """
     phases = []
     for line, row in _rows(path, ("name", "start", "end")):
@@ -116,7 +117,7 @@ def load_phases(path: Path) -> list[tuple[str, float, float]]:
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, list[str]]]:
-    """Return the wanted columns of each line that is not empty, with its line number."""
+    """Return the selected columns of each non-empty line, with its line number."""
     places = list(range(len(columns)))
     rows: list[tuple[int, list[str]]] = []
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -135,7 +136,7 @@ def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, list[str]]]:
 
 
 def _seconds(text: str) -> float:
-    """Return seconds since 1970; a date without a zone is local time."""
+    """Return a Unix timestamp; a date without a time zone is local time."""
     try:
         return float(text)
     except ValueError:

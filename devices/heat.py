@@ -1,4 +1,4 @@
-"""Temperatures, and the one that makes a board throttle."""
+"""Temperatures of a board, including the temperature that triggers throttling."""
 
 import re
 from collections.abc import Mapping
@@ -34,12 +34,12 @@ _SWITCHED_OFF = -200.0
 
 
 def temperatures(files: Files, now: float) -> dict[str, Reading]:
-    """Return the temperature of each zone in °C; on x86 with the processor's own sensors."""
+    """Return the temperature of each thermal zone in °C; on x86 also of the processor's own sensors."""
     return {name: _degrees(files, path, name, now) for name, path in _zones(files).items()}
 
 
 class Thermometer:
-    """The hottest of the zones that throttle a board; on unknown boards, of the zones named after a processor."""
+    """The hottest of the zones that trigger throttling; on unknown boards, the hottest zone named after a processor."""
 
     def __init__(self, files: Files, board: BoardInfo) -> None:
         self._files = files
@@ -107,7 +107,7 @@ def _degrees(files: Files, path: str, zone: str, now: float) -> Reading:
 
 
 def hwmon(files: Files, name: str) -> str:
-    """Return the folder of the first chip or driver of this name, or ""."""
+    """Return the hwmon folder of the first chip or driver with this name, or ""."""
     return next((f for f in files.folders(HWMON, "hwmon") if files.text_or(f"{f}/name") == name), "")
 
 
@@ -120,7 +120,7 @@ def fan(files: Files, now: float) -> Reading:
 
 
 def critical_temperature(files: Files, now: float) -> Reading:
-    """Return the temperature in °C at which the system switches itself off: the lowest critical trip point."""
+    """Return the shutdown temperature in °C: the lowest critical trip point."""
     trips = []
     for folder in files.folders(THERMAL, "thermal_zone"):
         for path in files.folders(folder, "trip_point_"):

@@ -1,10 +1,10 @@
-"""INA3221 and INA238, the chips that measure a Jetson's rails, in all layouts of its kernels.
+"""INA3221 and INA238, the power monitors of a Jetson's rails, in the sysfs layouts of all its kernels.
 
     sys/class/hwmon/hwmonN            JetPack 5 to 7: volts and amperes per channel; Thor's INA238 also watts
     sys/bus/i2c/{devices,drivers/..}  the same chips by address; before JetPack 5 the only place, with names, volts,
                                       amperes and watts in a folder iio:deviceN
 
-A chip appears at several paths; the first kind of path with rails is used.
+A chip may appear at several paths; the first layout with rails is used.
 """
 
 import re
@@ -55,7 +55,7 @@ class Rail:
         return Reading(volts.value * amperes.value, "W", self.label, Quality.DERIVED, self.amperes, now)
 
     def current_limit(self, files: Files, now: float) -> Reading:
-        """Return the current at which the board is slowed down, in amperes; ABSENT if none is set."""
+        """Return the current limit above which the board throttles, in amperes; ABSENT if none is set."""
         reading = files.reading(self.limit, "A", self.label, now, 1e-3)
         if reading.value is not None and reading.value >= _NO_LIMIT_AMPERES:
             return Reading.failed("A", self.label, self.limit, now, Reason.ABSENT)
@@ -63,7 +63,7 @@ class Rail:
 
 
 class Ina(PowerSource):
-    """All rails of a board, and the power of the rails that make up its total."""
+    """All rails of a board, and the total power."""
 
     shortest_period_seconds = 1.0
     advice: ClassVar[Mapping[Reason, str]] = {
@@ -83,14 +83,14 @@ class Ina(PowerSource):
         self.name = f"INA {' + '.join(total.rails)}" if total else "INA3221"
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Return the watts of the rails that make up the total."""
+        """Return the total power in watts."""
         if not self._counted:
             return (Reading.failed("W", self.scope, self.name, now, self._unnamed or Reason.ABSENT),)
         return believable(tuple(rail.read(self._files, now) for rail in self._counted))
 
 
 def find_ina(files: Files) -> Ina | None:
-    """Return the chips of this board, if any; also those whose names cannot be read, with that reason."""
+    """Return the chips of this board, if any, including chips whose names are unreadable, with the reason."""
     for chips in (_hwmon_chips(files), _i2c_chips(files, "devices"), _i2c_chips(files, "drivers")):
         rails: list[Rail] = []
         unnamed: Reason | None = None
@@ -108,7 +108,7 @@ def _hwmon_chips(files: Files) -> list[str]:
 
 
 def _i2c_chips(files: Files, kind: str) -> list[str]:
-    """Return the value folder of each chip, found by its address."""
+    """Return the value folder of each chip, by its address."""
     parents = files.folders(f"{I2C}/{kind}")
     if kind == "drivers":
         parents = [chip for driver in parents if "ina3221" in driver for chip in files.folders(driver)]

@@ -1,4 +1,4 @@
-"""The energy of one source over one phase, summed from read to read."""
+"""The energy of a source over a phase, accumulated from read to read."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ _STUCK_SECONDS = 1.0
 
 @dataclass
 class Integral:
-    """Joules so far, and the seconds they cover.
+    """Joules so far, and the seconds that they cover.
 
-    After a failed read the next good one closes the interval, unless it has become too long for this source. Nothing
-    is extrapolated.
+    After a failed read, the next successful read closes the interval unless the gap is too long for the source. Values
+    are not extrapolated.
     """
 
     source: Source
@@ -33,18 +33,18 @@ class Integral:
 
     @property
     def wake_seconds(self) -> float:
-        """Seconds between two reads: longer for slow gauges, shorter for counters that might wrap."""
+        """Seconds between two reads: longer for slow sensors, shorter for counters that might wrap."""
         period = max(self.period_seconds, self.source.shortest_period_seconds)
         return min(period, self.source.longest_gap_seconds(self.period_seconds) / 2)
 
     @property
     def answered(self) -> bool:
-        """True if there is a plausible figure."""
+        """True if the source has given a plausible value."""
         stuck = self.joules == 0 and self.covered_seconds >= _STUCK_SECONDS
         return self.intervals > 0 and (not stuck or self.source.quality is Quality.ESTIMATED)
 
     def sample(self, now: float, *, at_end: bool = False) -> None:
-        """Add the energy since the last good read, if a read is due or at_end is set."""
+        """Add the energy since the last successful read, if a read is due or at_end is set."""
         due = self._tried_at is None or now - self._tried_at >= _DUE * self.wake_seconds
         if not due and not at_end:
             return
@@ -74,7 +74,9 @@ class Integral:
 
 
 def best(integrals: list[Integral], seconds: float) -> Integral | None:
-    """Return the first integral that covered enough of the phase, else the one that covered most, if any."""
+    """Return the first integral with sufficient coverage of the phase, else the integral with the largest coverage, if
+    any.
+    """
     answered = [integral for integral in integrals if integral.answered]
     package = next((i for i in answered if i.source.scope.startswith("package")), None)
     # Less than the processor package is wrong: psys is wrong on some laptops, and a battery's gauge lags behind.

@@ -1,4 +1,4 @@
-"""Sensors that only Jetsons have: the power mode, and the load and clock of the integrated GPU."""
+"""Jetson sensors: the power mode, and the load and clock frequency of the integrated GPU."""
 
 import re
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ _GPU_FOLDERS = ("sys/devices/platform/bus@0", "sys/devices/platform", "sys/devic
 
 @dataclass(frozen=True)
 class PowerMode:
-    """A mode of nvpmodel, which caps clocks, not watts; a change that needs a restart shows only after it."""
+    """A mode of nvpmodel, which limits clock frequencies, not power; some changes show only after a reboot."""
 
     id: int
     name: str
 
 
 def power_mode(system: System) -> PowerMode:
-    """Return the current mode, from nvpmodel's files or else its command. Raises ReadError."""
+    """Return the current mode, from nvpmodel's files, or else from its command. Raises ReadError."""
     try:
         return _mode_of_files(system.files)
     except ReadError:

@@ -1,4 +1,4 @@
-"""Power rails through jetson-stats, whose service can read files that only root may read."""
+"""Power rails from jetson-stats, whose service can read files that are readable only by root."""
 
 import os
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ HOW_TO_GET = "sudo pip3 install jetson-stats, start its service, sudo usermod -a
 
 
 class JetsonStats(PowerSource):
-    """The rails that make up the total, from the table in `devices.rails`; jetson-stats itself adds up all rails."""
+    """The total of the rails in `devices.rails`; jetson-stats itself would sum all rails."""
 
     quality = Quality.MEASURED
     shortest_period_seconds = 1.0
@@ -35,7 +35,7 @@ class JetsonStats(PowerSource):
         self.scope = "rails"
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Return the watts of the rails that make up the total."""
+        """Return the total power in watts."""
         try:
             watts = self._rails(now)
         except ReadError as failure:
@@ -53,7 +53,7 @@ class JetsonStats(PowerSource):
         self.name = f"jetson-stats {' + '.join(total.rails)}"
 
     def _rails(self, now: float) -> dict[str, float]:
-        """Return watts per label. Raises ReadError, which is repeated for a while after a failed connection."""
+        """Return watts per label. Raises ReadError; after a failed connection, without reconnecting for a while."""
         if self._failure is not None and 0 <= now - self._failure[0] < _ASK_AGAIN_SECONDS:
             raise ReadError(self.name, self._failure[1])
         try:
@@ -96,7 +96,7 @@ def _total_rail(total: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_jetson_stats(system: System, board: BoardInfo) -> JetsonStats | None:
-    """Return jetson-stats on a Jetson that has it installed."""
+    """Return jetson-stats if this is a Jetson with the package installed."""
     if board.kind != "jetson":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Memory in bytes that this process holds, has held at most, and could still get; swap never counts as free."""
+"""Memory of this process in bytes: resident, peak and available; swap never counts as available."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NO_LIMIT = 1 << 62
 
 
 def resident(proc: Path = PROC) -> int:
-    """Return the bytes that this process holds in memory now; on systems other than Linux, its peak."""
+    """Return the resident memory of this process in bytes; on systems other than Linux, its peak."""
     held = _kilobytes(proc / "self/status", "VmRSS")
     return peak_resident(proc) if held is None else held
 
 
 def peak_resident(proc: Path = PROC) -> int:
-    """Return the most bytes that this process has held since its start or ``forget_peak``."""
+    """Return the peak resident memory since the process's start or ``forget_peak``, in bytes."""
     held = _kilobytes(proc / "self/status", "VmHWM")
     if held is not None:
         return held
@@ -46,14 +46,14 @@ def forget_peak(proc: Path = PROC) -> bool:
 
 
 def give_back() -> None:
-    """Return the free memory of the C library's heap to the system, if it supports that."""
+    """Release free heap memory of the C library to the system, if supported."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 def available(files: Files | None = None) -> int:
-    """Return the bytes that this process can still get without swapping, within its control groups."""
+    """Return the memory that this process can still allocate without swapping, within its control groups, in bytes."""
     files = files or Files()
     free = _meminfo(files, "MemAvailable", 0.0).value
     if free is None:
@@ -62,7 +62,7 @@ def available(files: Files | None = None) -> int:
 
 
 def free_memory(files: Files, now: float) -> Reading:
-    """Return the same as a reading in bytes, without a value if the machine does not report it."""
+    """Return the available memory as a reading in bytes; it has no value if the machine does not report it."""
     reading = _meminfo(files, "MemAvailable", now)
     if reading.value is None:
         return reading
@@ -73,12 +73,12 @@ def free_memory(files: Files, now: float) -> Reading:
 
 
 def total_memory(files: Files, now: float) -> Reading:
-    """Return the bytes that the system may use, less than the installed memory."""
+    """Return the total memory usable by the system in bytes, which is less than the installed memory."""
     return _meminfo(files, "MemTotal", now)
 
 
 def memory_limit(files: Files, now: float) -> Reading:
-    """Return the tightest limit of the control groups around this process, in bytes.
+    """Return the lowest memory limit of this process's control groups, in bytes.
 
     CONTROLLER_ABSENT if the kernel has no control groups for memory (Raspberry Pi OS disables them), ABSENT if there is
     no limit.
@@ -94,7 +94,7 @@ def memory_limit(files: Files, now: float) -> Reading:
 
 
 def core_quota(files: Files, now: float) -> Reading:
-    """Return the number of cores that the control groups allow this process; ABSENT without a limit."""
+    """Return the CPU quota of this process's control groups, in cores; ABSENT without a limit."""
     quotas = []
     for folder in _version_2(files):
         quota, _, period = files.text_or(f"{folder}/cpu.max").partition(" ")
@@ -107,7 +107,7 @@ def core_quota(files: Files, now: float) -> Reading:
 
 @dataclass(frozen=True)
 class _Group:
-    """A control group with a limit, and the bytes left of it."""
+    """A control group with a limit, and its remaining bytes."""
 
     limit: int
     left: int

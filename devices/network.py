@@ -1,4 +1,4 @@
-"""The network: interface, traffic and whether it is metered; and whether the clock is synchronised."""
+"""Network interface, traffic and metering; clock synchronisation."""
 
 from .readings import Files, Quality, ReadError, Reading, Reason
 from .system import System
@@ -24,7 +24,7 @@ def interface(files: Files) -> str:
 
 
 def traffic(files: Files, now: float) -> tuple[Reading, Reading]:
-    """Return bytes received and sent through that interface since it came up."""
+    """Return the bytes received and sent through the default route's interface since it came up."""
     try:
         name = interface(files)
     except ReadError as failure:

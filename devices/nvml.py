@@ -19,7 +19,7 @@ _SHORTEST_JUDGED_SECONDS = 0.1
 
 
 class Nvml(PowerSource):
-    """All cards together, as one source of energy."""
+    """All NVIDIA cards, as a single source of energy."""
 
     name = "NVML"
     scope = "accelerator"
@@ -50,7 +50,7 @@ class Nvml(PowerSource):
         return readings or (Reading.failed("J", self.scope, self.name, now, Reason.ABSENT),)
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Return joules between two reads; None if a counter went back or made too large a step."""
+        """Return joules between two reads; None if a counter decreased or made an implausible step."""
         total = 0.0
         for (_, counts), first, last in zip(self._cards or [], before, after, strict=True):
             joules = last - first if counts else trapezoid((first,), (last,), seconds)

@@ -1,4 +1,4 @@
-"""The power chip of the Raspberry Pi 5, 500 and CM5: volts and amperes of twelve rails."""
+"""The power-management chip of the Raspberry Pi 5, 500 and CM5: voltages and currents of twelve rails."""
 
 import re
 from collections.abc import Mapping
@@ -49,14 +49,16 @@ class Pmic(PowerSource):
         return (Reading(total, "W", self.scope, self.quality, self.name, now),)
 
     def rails(self) -> dict[str, float]:
-        """Return watts per rail. Raises ReadError, also if a current has no voltage: the sum would be too small."""
+        """Return watts per rail. Raises ReadError, also if a rail reports no voltage, because the sum would be too
+        small.
+        """
         amperes, volts = parse(self._commands.text(COMMAND, _TIMEOUT_SECONDS))
         if not amperes or amperes.keys() - volts.keys():
             raise ReadError(" ".join(COMMAND), Reason.PARSE)
         return {rail: amperes[rail] * volts[rail] for rail in amperes}
 
     def input_watts(self, now: float) -> Reading:
-        """Return the power of the board at its input, estimated from the rails."""
+        """Return the input power of the board, estimated from its rails."""
         (rails,) = self.read(now)
         if rails.value is None:
             return Reading.failed("W", "board", self.name, now, rails.reason or Reason.ABSENT)
@@ -66,7 +68,7 @@ class Pmic(PowerSource):
 
 
 def find_pmic(system: System) -> Pmic | None:
-    """Return the power chip if the board has one; the firmware of older boards lacks the command."""
+    """Return the power-management chip if the board has one; the firmware of older boards lacks the command."""
     try:
         names = system.files.strings("proc/device-tree/compatible")
     except ReadError:

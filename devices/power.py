@@ -1,4 +1,4 @@
-"""The sources of a device's energy figure, best first.
+"""Power and energy sources of a device, in order of preference.
 
     1. RAPL psys          the whole board, a counter
     2. INA total rail     a Jetson's module or board, in watts; through jetson-stats if files are unreadable
@@ -8,7 +8,7 @@
     6. a power model      the caller's, else a known board's; estimated
     7. NVIDIA's cards     if there is no other source
 
-A machine without a sensor that is not in the table has no source, since a wrong default would be worse than no figure.
+An unknown machine without a sensor has no source, because a wrong default would be worse than no value.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,48 +34,50 @@ __all__ = ["PowerModel", "Source", "explain", "find_sources", "why_unavailable"]
 
 
 class Source(Protocol):
-    """A source of energy figures."""
+    """A source of power or energy readings."""
 
     @property
     def name(self) -> str:
-        """The name shown to a person."""
+        """The display name."""
         ...
 
     @property
     def scope(self) -> str:
-        """The scope of the joules: board, device, module, package, package+dram, accelerator, rails, or a sum."""
+        """The scope of the measured energy: board, device, module, package, package+dram, accelerator, rails, or a
+        sum.
+        """
         ...
 
     @property
     def quality(self) -> Quality:
-        """The quality of the joules."""
+        """The quality of the energy values."""
         ...
 
     @property
     def shortest_period_seconds(self) -> float:
-        """The shortest period at which reads bring new values."""
+        """The sensor's update period."""
         ...
 
     @property
     def advice(self) -> Mapping[Reason, str]:
-        """Advice to a person for each reason of failure."""
+        """Remedies by reason of failure."""
         ...
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Return raw readings, all taken at the time `now`."""
+        """Return raw readings, with the time `now`."""
         ...
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Return joules between two complete reads `seconds` apart; None if their values contradict each other."""
+        """Return joules between two complete reads `seconds` apart; None if the values are inconsistent."""
         ...
 
     def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Return the gap in seconds above which two reads do not cover the time between them."""
+        """Return the longest gap between two reads that still counts as covered, in seconds."""
         ...
 
 
 class Together:
-    """The sum of two sources that cover different parts; both must give values."""
+    """The sum of two sources that cover different components; both must have values."""
 
     def __init__(self, first: Source, second: Source) -> None:
         self._parts = (first, second)
@@ -87,20 +89,20 @@ class Together:
         self.advice = {**first.advice, **second.advice}
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Return the readings of the first, then of the second source."""
+        """Return the readings of the first source, followed by the readings of the second."""
         first = self._parts[0].read(now)
         self._first_count = len(first)
         return first + self._parts[1].read(now)
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Return the sum; None if either part is None."""
+        """Return the sum of both sources; None if either has no value."""
         cut = self._first_count
         first = self._parts[0].joules(before[:cut], after[:cut], seconds)
         second = self._parts[1].joules(before[cut:], after[cut:], seconds)
         return None if first is None or second is None else first + second
 
     def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Return the shorter gap of the two."""
+        """Return the shorter of both sources' gaps."""
         return min(part.longest_gap_seconds(period_seconds) for part in self._parts)
 
 
@@ -113,7 +115,9 @@ def installed_sources() -> tuple[Callable[[System], Source | None], ...]:
 
 
 def find_sources(system: System, model: PowerModel | None, cpu_seconds: Callable[[], float]) -> list[Source]:
-    """Return this device's sources, best first, readable or not; those of other packages precede the built-in ones."""
+    """Return this device's sources, best first, whether readable or not; sources of other packages precede built-in
+    sources.
+    """
     files = system.files
     ina = find_ina(files)
     packages = find_packages(files)
@@ -130,7 +134,7 @@ def find_sources(system: System, model: PowerModel | None, cpu_seconds: Callable
 
 
 def _jetson_stats(system: System, ina: Source | None) -> JetsonStats | None:
-    """Return jetson-stats unless the board's own files can be read: its client costs a thread."""
+    """Return jetson-stats unless the board's own files are readable, because its client needs a thread."""
     if ina is not None and all(reading.reason is None for reading in ina.read(0.0)):
         return None
     return find_jetson_stats(system, find_board(system))
@@ -150,12 +154,12 @@ _GIVE_MODEL = "for an estimate give --watts IDLE:MAX, such as 2.3:6.4"
 
 
 def explain(source: Source, reason: Reason) -> str:
-    """Return one source's failure in words for a person."""
+    """Describe the failure of a source."""
     return f"{source.name}: {source.advice.get(reason, _COMMON_ADVICE.get(reason, reason.value))}"
 
 
 def why_unavailable(troubles: list[tuple[Source, Reason]]) -> str:
-    """Return why no source gave a figure, and how to get one; the easiest trouble to fix is chosen."""
+    """Describe why no source has a value, and how to fix the problem that is easiest to solve."""
     if not troubles:
         return f"no readable power sensor and no known board; {_GIVE_MODEL}"
     worth = list(Reason)

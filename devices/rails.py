@@ -1,4 +1,4 @@
-"""The power rails of a Jetson that make up its total."""
+"""The power rails of a Jetson whose sum is the total power."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from .readings import Quality, Reading, Reason
 
 @dataclass(frozen=True)
 class Total:
-    """The rails to add up, and their scope: board (with its carrier), module, or rails."""
+    """The rails to sum, and their scope: board (including the carrier), module, or rails."""
 
     scope: str
     rails: tuple[str, ...]
@@ -34,17 +34,17 @@ TOTALS = (
 
 
 def total_of(labels: Collection[str]) -> Total | None:
-    """Return the total of widest scope that these rails can form."""
+    """Return the total with the widest scope that these rails permit."""
     return next((total for total in TOTALS if set(total.rails) <= set(labels)), None)
 
 
 def trapezoid(before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float:
-    """Return the joules of the sum of these powers in watts, by the trapezoid rule."""
+    """Integrate the sum of these powers by the trapezoid rule."""
     return (sum(before) + sum(after)) / 2 * seconds
 
 
 class PowerSource:
-    """A source of watts, integrated by the trapezoid rule; long gaps are not covered."""
+    """A source of power readings, integrated by the trapezoid rule; long gaps are not covered."""
 
     shortest_period_seconds: float
 
@@ -53,12 +53,12 @@ class PowerSource:
         return trapezoid(before, after, seconds)
 
     def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Return five periods."""
+        """Return five times the sensor's period."""
         return 5 * max(period_seconds, self.shortest_period_seconds)
 
 
 def believable(readings: tuple[Reading, ...]) -> tuple[Reading, ...]:
-    """Return the readings; if their sum is not above 0, failed ones, since a running device draws power."""
+    """Return the readings; if their sum is not positive, failed readings, because a running device draws power."""
     # A single rail may read 0 or, if gated, a little below.
     if any(reading.value is None for reading in readings) or sum(reading.value or 0.0 for reading in readings) > 0:
         return readings
@@ -66,5 +66,5 @@ def believable(readings: tuple[Reading, ...]) -> tuple[Reading, ...]:
 
 
 def worst(qualities: Collection[Quality]) -> Quality:
-    """Return the quality of a sum: derived if one part is."""
+    """Return the quality of a sum: derived if a summand is derived."""
     return Quality.DERIVED if Quality.DERIVED in qualities else Quality.MEASURED

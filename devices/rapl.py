@@ -1,15 +1,15 @@
 """RAPL: the energy counters of x86 processors, read through Linux powercap.
 
-Each zone in /sys/class/powercap counts microjoules and starts again at 0 after its `max_energy_range_uj`. Zones are
-nested, so only some may be added:
+Each zone in /sys/class/powercap counts microjoules and wraps to 0 after `max_energy_range_uj`. Zones are nested, so
+only some can be summed:
 
     psys                     the platform, which contains all others
       package-0              cores, uncore and integrated graphics
         core, uncore         already in the package: never added
       dram                   outside the package: added to it
 
-`intel-rapl-mmio:*` repeats the packages and is ignored. Some AMD processors show one counter as several dies
-(`package-0-die-0`, `package-0-die-1`): equal counters of one package are taken once. Sources: the kernel's powercap
+`intel-rapl-mmio:*` duplicates the packages and is ignored. Some AMD processors report the same counter for several dies
+(`package-0-die-0`, `package-0-die-1`): equal counters of a package are used once. Sources: the kernel's powercap
 documentation; CVE-2020-8694 ("PLATYPUS"), after which Linux 5.10 made the counters root-only.
 """
 
@@ -54,14 +54,14 @@ class Zone:
     limit_watts: float
 
     def step(self, before: float, after: float, seconds: float) -> float | None:
-        """Return joules between two counter values, with at most one wrap between them; None if implausible."""
+        """Return joules between two counter values, assuming at most one wrap; None if implausible."""
         joules = after - before if after >= before else after - before + self.range_joules
         plausible = 0 <= joules <= self.limit_watts * max(seconds, _SHORTEST_JUDGED_SECONDS)
         return joules if plausible else None
 
 
 class Rapl:
-    """Counters that may be added, as one source of energy."""
+    """A set of counters whose sum is a source of energy."""
 
     quality = Quality.MEASURED
     shortest_period_seconds = 0.0
@@ -107,18 +107,18 @@ class Rapl:
         return total
 
     def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Return the time within which no counter can wrap twice, independent of the period."""
+        """Return the time within which no counter can wrap twice, regardless of the period."""
         return min(zone.range_joules / zone.limit_watts for zone in self._zones)
 
 
 def find_psys(files: Files) -> Rapl | None:
-    """Return the counter of the whole platform, if there is one."""
+    """Return the platform counter (psys), if it exists."""
     zones = [zone for zone in _zones(files) if zone.name == "psys"]
     return Rapl(files, "board", zones[:1]) if zones else None
 
 
 def find_packages(files: Files) -> Rapl | None:
-    """Return the counters of all packages, and of separately counted memory."""
+    """Return the counters of all packages, and of memory that is counted separately."""
     zones = _zones(files)
     packages = [zone for zone in zones if _PACKAGE.fullmatch(zone.name)]
     dram = [zone for zone in zones if zone.name == "dram"]

@@ -1,4 +1,4 @@
-"""Readings of sensors, with a reason for each missing value; and the only access to files."""
+"""Sensor readings, with a reason for each missing value, and file access."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from sparrow.protocol.errors import SdkError
 
 
 class Quality(str, Enum):
-    """The origin of a figure."""
+    """How a value was obtained."""
 
     MEASURED = "measured"
     # computed from measured values, such as volts times amperes
@@ -27,7 +27,7 @@ class Quality(str, Enum):
 
 
 class Reason(str, Enum):
-    """Why there is no figure; reasons that a person can resolve come first."""
+    """Why a value is missing; reasons that a user can resolve come first."""
 
     PERMISSION = "permission"
     # a battery on external power, which does not show the device's power
@@ -50,11 +50,11 @@ class Reason(str, Enum):
 
 
 class BadFigures(SdkError, ValueError):
-    """Raised if a board's figures or a meter's readings cannot be used."""
+    """Raised for invalid board values or meter readings."""
 
 
 class ReadError(SdkError):
-    """Raised if a file or a command gave no usable value, with the `reason`."""
+    """Raised if a file or a command has no usable value; carries the `reason`."""
 
     def __init__(self, source: Path | str, reason: Reason) -> None:
         super().__init__(f"{source}: {reason}")
@@ -63,7 +63,7 @@ class ReadError(SdkError):
 
 @dataclass(frozen=True)
 class Reading:
-    """One value of one sensor at one time; a failed read is never 0, which would look like an energy spike."""
+    """A sensor value with its time. A failed read has no value instead of 0, which would look like a spike."""
 
     # Value in `unit`, None if the read failed.
     value: float | None
@@ -88,7 +88,9 @@ class Reading:
 
     @classmethod
     def taken(cls, unit: str, scope: str, source: str, t_monotonic: float, take: Callable[[], float]) -> "Reading":
-        """Return the value of ``take``, or its failure: a ReadError's reason, or PARSE if it is not a number."""
+        """Call ``take`` and return its value as a reading, or a failed reading: a ReadError's reason, or PARSE if the
+        value is not a number.
+        """
         try:
             return cls(take(), unit, scope, Quality.MEASURED, source, t_monotonic)
         except ReadError as failure:
@@ -127,7 +129,7 @@ _NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*[^\W\d]*%?")
 
 @dataclass(frozen=True)
 class Files:
-    """The files below a root, `/` or a copy of a board's tree; paths are relative to it."""
+    """The files below a root folder: `/`, or a copy of a board's file tree. Paths are relative to the root."""
 
     root: Path = Path("/")
     # Input functions, replaced by tests. Every method raises ReadError.
@@ -135,11 +137,11 @@ class Files:
     names: Callable[[Path], Iterable[str]] = os.listdir
 
     def text(self, path: str) -> str:
-        """Return the text of a file, without surrounding newlines, spaces and NULs."""
+        """Return the text of a file, stripped of newlines, spaces and NULs."""
         return self.data(path).decode("utf-8", "replace").strip(" \t\r\n\x00")
 
     def number(self, path: str) -> float:
-        """Return the number at the start of a file; a unit after it is ignored."""
+        """Return the number at the start of a file, ignoring a unit."""
         match = _NUMBER.fullmatch(self.text(path))
         value = math.inf if match is None else float(match[1])
         if not math.isfinite(value):
@@ -147,7 +149,7 @@ class Files:
         return value
 
     def strings(self, path: str) -> list[str]:
-        """Return the entries of a NUL-separated list, as in the device tree."""
+        """Return the entries of a NUL-separated list, such as a device-tree property."""
         return [entry for entry in self.data(path).decode("utf-8", "replace").split("\x00") if entry.strip()]
 
     def has(self, path: str) -> bool:
@@ -171,7 +173,7 @@ class Files:
             return sorted(self.names(self.root / path))
 
     def folders(self, path: str, prefix: str = "") -> list[str]:
-        """Return the paths in a folder with this prefix, by number: zone2 before zone10; [] if unreadable."""
+        """Return the paths in a folder with this prefix, in numerical order (zone2 before zone10); [] if unreadable."""
         try:
             names = [name for name in self.children(path) if name.startswith(prefix)]
         except ReadError:

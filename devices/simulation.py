@@ -1,11 +1,11 @@
-"""Simulated boards: seconds and joules that a known board would spend, from counted work.
+"""Simulated boards: estimated time and energy of a known board, from FLOPs and bytes.
 
     seconds = FLOPs / (HPL rate * SHARE_OF_HPL)  +  bytes / network rate
     joules  = full-load watts * computing seconds  +  idle watts * transfer seconds
 
 HPL rates: J. Geerling's top500-benchmark, double precision, all cores. Training small networks in single precision is
-assumed to reach a quarter of it, as this project's training did on a server core. Energy covers the board without radio
-and USB devices. All figures are estimates, suited to comparing methods rather than to planning a battery.
+assumed to reach a quarter of the HPL rate, as measured on a server core. Energy covers the board without radio and USB
+devices. The estimates are suitable for comparing methods, but not for sizing a battery.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ BOARDS: Mapping[str, Board] = {
 
 
 def load_boards(text: str) -> tuple[Board, ...]:
-    """Return boards by name (``pi4b,pi5``), or from a TOML file with a ``[[board]]`` table for each.
+    """Return boards by name (``pi4b,pi5``), or from a TOML file with a ``[[board]]`` table per board.
 
     A table has ``name``, ``gflops`` (reached in training), ``idle_watts``, ``max_watts``, and optionally ``cores``,
     ``memory_mib`` and ``mbit_per_second``. Raises BadFigures.

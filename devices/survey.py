@@ -1,4 +1,4 @@
-"""All sensors of one device, for a person."""
+"""A survey of a device's sensors, for display."""
 
 import time
 from collections.abc import Callable
@@ -58,11 +58,11 @@ class Survey:
 
     @property
     def counts(self) -> bool:
-        """True if a source counts energy and needs a second read for watts."""
+        """True if a source is an energy counter, which needs a second read for watts."""
         return any(reading.unit == "J" for source in self._sources for reading in source.read(self._clock()))
 
     def missing(self, sensors: list[Sensor]) -> list[str]:
-        """Return a line for each missing sensor, with the way to get it."""
+        """Return a line for each missing sensor, with its remedy."""
         lines = [f"{each.name}: {each.note}" for each in sensors if each.reading.value is None and each.note]
         if not self._sources:
             lines.append("power: no sensor and no known board; give sparrow join --watts IDLE:MAX for an estimate")

@@ -1,6 +1,6 @@
-"""Access to a device: its files, commands and environment, of this machine or of a copy.
+"""Access to the files, commands and environment of a device.
 
-All reads go through here, so a folder with a board's files and command outputs can replace the board (`System.at`), in
+All reads use this module, so a folder with a board's files and command outputs can replace the board (`System.at`), in
 tests and in `sparrow devices --root`.
 """
 
@@ -23,7 +23,7 @@ _REFUSALS = ("permission denied", "not permitted", "access denied", "can't open 
 
 
 class Commands:
-    """Programs that report values; they must not change the device."""
+    """Programs that report values without changing the device."""
 
     def __init__(self, run: Runner | None = None) -> None:
         self._run = run or _run
@@ -31,8 +31,8 @@ class Commands:
     def text(self, argv: Sequence[str], timeout_seconds: float = 5.0) -> str:
         """Return the stripped output of a program.
 
-        Raises ReadError: ABSENT if there is no such program, PERMISSION if it was refused access, STALE if it timed
-        out, PARSE if it failed otherwise.
+        Raises ReadError: ABSENT if the program is missing, PERMISSION if access was denied, STALE if it timed out,
+        PARSE for other failures.
         """
         try:
             status, output = self._run(argv, timeout_seconds)
@@ -72,10 +72,10 @@ class System:
 
     @classmethod
     def at(cls, path: Path | str) -> "System":
-        """Return a copy of a device: a folder with `root/`, or that root itself.
+        """Return a device that is read from a folder: either the root of its file tree, or a folder with `root/`.
 
-        Beside `root/` may be `commands/` (a file per command, named by its words joined with _, holds its output),
-        `environment.txt` (NAME=value lines) and `denied.txt` (paths that this user may not read). Raises
+        The folder may also contain `commands/` (a file per command, named by its words joined with _, holds its
+        output), `environment.txt` (NAME=value lines) and `denied.txt` (paths that this user may not read). Raises
         FileNotFoundError if the folder does not exist.
         """
         folder = Path(path)

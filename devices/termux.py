@@ -38,7 +38,7 @@ class TermuxBattery:
         return self._reading("°C", now, value)
 
     def on_mains(self, now: float) -> Reading:
-        """Return 1.0 with a cable or on a charging pad, else 0.0."""
+        """Return 1.0 on a cable or a wireless charger, else 0.0."""
         return self._reading("1", now, lambda status: float(status["plugged"] != "UNPLUGGED"))
 
     def power(self, now: float) -> Reading:
@@ -48,7 +48,7 @@ class TermuxBattery:
         return Reading.failed("W", "device", COMMAND, now, charge.reason or Reason.UNRELIABLE)
 
     def words(self, now: float) -> dict[str, str]:
-        """Return status, plug and health in words; {} if unavailable."""
+        """Return status, power source and health as text; {} if unavailable."""
         status = self._status(now)
         if isinstance(status, ReadError):
             return {}

@@ -1,4 +1,4 @@
-"""Throttling of a board: by heat, by a weak supply, by too much current."""
+"""Throttling of a board because of heat, under-voltage or over-current."""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _ALERTS = ("throttle-alert", "hot-surface-alert")
 
 
 def throttle_word(system: System) -> int:
-    """Return a Pi's throttle word from its firmware, else from the kernel's copy. Raises ReadError."""
+    """Return a Pi's throttle flags from its firmware, or else from the kernel. Raises ReadError."""
     try:
         text = system.commands.text(["vcgencmd", "get_throttled"])
     except ReadError as failure:
@@ -34,14 +34,14 @@ def throttle_word(system: System) -> int:
 
 
 def words(word: int, shift: int = 0) -> list[str]:
-    """Return the names of the set bits, for now or, with `shift=SINCE_BOOT`, since the start of the system."""
+    """Return the names of the set flags: current flags, or with `shift=SINCE_BOOT` all flags since boot."""
     return [name for bit, name in NOW_BITS.items() if word >> shift >> bit & 1]
 
 
 class Throttle:
     """Throttling and under-voltage of a board, as 1.0 or 0.0.
 
-    On a Jetson over-current events are counted between two reads, and at first since this object was made.
+    On a Jetson, over-current events are counted since the previous read, or since the object was created.
     """
 
     def __init__(self, system: System, board: BoardInfo) -> None:
@@ -51,7 +51,7 @@ class Throttle:
         self._events = over_current_events(system.files, 0.0) if board.kind == "jetson" else {}
 
     def read(self, now: float) -> tuple[Reading, Reading]:
-        """Return throttled, under-voltage."""
+        """Return readings of throttling and under-voltage."""
         if self._board.kind == "raspberry-pi":
             return self._raspberry(now)
         if self._board.kind == "jetson":
@@ -87,7 +87,7 @@ class Throttle:
 
 
 class Alerts:
-    """A Jetson's thermal alerts, searched until all have a name."""
+    """A Jetson's thermal alerts; the search is repeated until all alerts have names."""
 
     def __init__(self, files: Files) -> None:
         self._files = files

@@ -1,6 +1,6 @@
 """The personal and the global model of DM-PFL+ in one ONNX graph (KDD 2023, Algorithm 4).
 
-For each sample x, with H the entropy of the softmax and Sim the cosine of the scores:
+For each sample x, with the softmax entropy H and the cosine similarity of the scores Sim:
 
     z_c, z_g = θ_c(x), θ_g(x)
     y = z_c if H(z_c) - (1 - Sim)·BE_c < H(z_g) - (1 - Sim)·BE_g else z_g
@@ -52,7 +52,7 @@ def adaptive_model(
     *,
     personal: Tensors,
 ) -> ModelProto:
-    """Return both models of a DM-PFL device with the rule of DM-PFL+.
+    """Build a graph with both models of a DM-PFL device and the selection rule of DM-PFL+.
 
     own, memory, personal: the device's state. settings: the method's. Raises SkeletonError, and ExportError if the
     state has no base entropies or belongs to another method or model.
@@ -88,7 +88,7 @@ def adaptive_model(
 
 
 def dynamic_model(source: Source, budget: float | None) -> ModelProto:
-    """Return the dynamic form of DM-PFL. budget: ignored. Raises as ``adaptive_model``."""
+    """Build the dynamic export of DM-PFL. budget: ignored. Raises as ``adaptive_model``."""
     assert source.membership is not None, "checked by load_form"
     settings = source.membership.federation.settings.method_settings
     return adaptive_model(
@@ -114,7 +114,7 @@ def _masks(manifest: Manifest, own: Tensors) -> tuple[ElementMask, ElementMask]:
 def _store(
     model: ModelProto, manifest: Manifest, own: Tensors, masks: tuple[ElementMask, ElementMask], to: Building
 ) -> dict[str, str]:
-    """Add the global model's tensors. Return the names of those that differ from the personal model's."""
+    """Add the global model's tensors. Return the names of tensors that differ from the personal model."""
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     renamed = {}
     start = 0
@@ -151,7 +151,9 @@ def _packed(
     mine: NDArray[np.bool_],
     theirs: NDArray[np.bool_],
 ) -> str:
-    """Compose both models' weights: the personal one as ``name``. Return the name of the global one."""
+    """Add nodes that unpack both models' weights: the personal weight as ``name``. Return the name of the global
+    weight.
+    """
     either = mine | theirs
     values = to.constant(np.concatenate([np.zeros(1, np.float32), union[either]]))
     first = _bits(to, mine)
@@ -168,7 +170,7 @@ def _packed(
 
 
 def _bits(to: Building, flags: NDArray[np.bool_]) -> str:
-    """Return the flags as int32 [n]; the file stores one bit each."""
+    """Add nodes that unpack the flags to int32 [n], from one bit each in the file."""
     if flags.all():
         ones = onnx.helper.make_tensor("one", TensorProto.INT32, [1], [1])
         return to.add("ConstantOfShape", to.whole(len(flags)), value=ones)
@@ -191,7 +193,7 @@ def _copy(model: ModelProto, to: Building, prefix: str, renamed: Mapping[str, st
 
 
 def _choose(to: Building, scores: tuple[str, str], bases: list[float], similarity: str) -> None:
-    """Add the rule and the output. scores, bases: of the personal, then of the global model."""
+    """Add the selection rule and the output. scores, bases: of the personal and of the global model."""
     logs = [to.add("LogSoftmax", each, axis=1) for each in scores]
     powers = [to.add("Exp", each) for each in logs]
     entropies = [to.add("Neg", to.sum(to.add("Mul", *pair), 1)) for pair in zip(powers, logs, strict=True)]

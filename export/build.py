@@ -1,4 +1,4 @@
-"""The sequence of passes that makes an export from a personal model."""
+"""The sequence of passes from a personal model to an export."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ACCURACY_LIMIT = 0.01
 
 @dataclass(frozen=True)
 class Built:
-    """A model, the steps that made it, its precision (never ``auto``) and the measurements behind that choice."""
+    """An exported model, the applied passes, its precision (never ``auto``) and the measurements behind this choice."""
 
     model: ModelProto
     mode: Mode
@@ -58,9 +58,8 @@ def build(
 ) -> Built:
     """Return an export of ``source`` with metadata, checked by onnx.
 
-    plain: the model of ``dense``. dynamic: makes the model of the mode ``dynamic``. accuracy_limit: largest fall of
-    accuracy, as a share of samples, that ``auto`` accepts. doing: called with the name of each step. Raises
-    ExportError.
+    plain: the model of ``dense``. dynamic: makes the model of the mode ``dynamic``. accuracy_limit: largest loss of
+    accuracy that ``auto`` accepts, as a share of samples. doing: called with the name of each step. Raises ExportError.
     """
     steps: list[str] = []
     notes: tuple[str, ...] = ()

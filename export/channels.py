@@ -1,13 +1,14 @@
 """Analysis of the channels of an ONNX graph: coupled, constant and needed units.
 
-A *unit* is one index of one axis of a value or weight, such as row 3 of ``conv1.weight``. Each operator has a rule:
+A *unit* is one index of one axis of a value or weight, such as row 3 of ``conv1.weight``. Each operator has a rule for
+three properties:
 
 - Coupled units form a class and can only be removed together (``Flow.couple``): row 3 of a weight, entry 3 of its bias,
   channel 3 of the output, of its ReLU and of values added to it; after a flatten, all columns of a channel.
 - Constant units have one value for every input and position (``Flow.constant``; NaN for other units).
 - Needed units are those of the graph's outputs, and inputs with a nonzero weight for a needed unit of a convolution or
-  matrix product, except constants that fit in a bias. Units without a rule are needed, so an unknown operator costs
-  width but never exactness.
+  matrix product, except constants that fit in a bias. Units without a rule are needed, so an unknown operator may
+  prevent removal but never changes the result.
 
 ``Flow.kept`` returns the smallest set of classes with these properties.
 """
@@ -146,7 +147,7 @@ class Flow:
         self.speak_for(other, other_axis)
 
     def speak_for(self, name: str, axis: int) -> None:
-        """Mark an axis as handled: the node needs only the units that its rule names."""
+        """Mark an axis as handled by a rule, so that its units are not needed by default."""
         self._spoken_for.add((name, axis))
 
     def constant(self, name: str, axis: int) -> Floats:
@@ -174,12 +175,12 @@ class Flow:
         return np.nan
 
     def set_constant(self, name: str, axis: int, vector: Floats) -> None:
-        """Record constants of an output. Integers are ignored, since their arithmetic differs from floats'."""
+        """Record constants of an output. Integers are ignored, because their arithmetic differs from floats."""
         if self.has(name, axis) and self.shapes[name].type in _FLOATS:
             self._constant[name, axis] = np.where(np.isfinite(vector), vector, np.nan)
 
     def contract(self, contraction: Contraction) -> None:
-        """Record a sum, whose weights decide which inputs it needs."""
+        """Record a weighted sum, whose weights determine the needed inputs."""
         self.contractions.append(contraction)
         self.couple(contraction.data, contraction.axis, contraction.weight, contraction.inputs_axis)
 
@@ -207,7 +208,7 @@ class Flow:
         return {key: needed[self._classes[self._units(*key)]] for key in self._first}
 
     def _spread(self, needed: Bools) -> None:
-        """Add the inputs of sums that make needed units, up to the fixed point."""
+        """Add the inputs of all sums with needed outputs, until a fixed point is reached."""
         before = -1
         while (count := int(needed.sum())) != before:
             before = count
@@ -482,7 +483,7 @@ def _reshape(node: NodeProto, flow: Flow) -> None:
 
 
 def _blocks(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """Group the axes longer than 1 of a reshape into the shortest runs of equally many values."""
+    """Group the axes of a reshape (except length 1) into the shortest runs with equal numbers of values."""
     sides = [[axis for axis, size in enumerate(shape.sizes) if size > 1] for shape in (before, after)]
     blocks: list[tuple[list[int], list[int]]] = []
     left, right = iter(sides[0]), iter(sides[1])

@@ -55,7 +55,7 @@ def compact(model: ModelProto) -> ModelProto:
 
 
 def _replace_constant_values_in_place(model: ModelProto, flow: Flow) -> bool:
-    """Replace constant operands by initialisers and skip additions of zero. Return whether anything changed."""
+    """Replace constant operands by initialisers and skip additions of zero. Return whether the graph changed."""
     graph = model.graph
     changed = False
     made = {name for node in graph.node for name in node.output}
@@ -80,7 +80,7 @@ def _same_shape(one: str, other: str, flow: Flow) -> bool:
 
 
 def _as_constant(name: str, flow: Flow) -> Array | None:
-    """Return a constant value as an array that broadcasts to it, None for others."""
+    """Return a constant value as a broadcastable array; None if it is not constant."""
     if name not in flow.shapes or flow.shapes[name].type != TensorProto.FLOAT:
         return None
     for axis in range(flow.rank(name)):
@@ -91,7 +91,7 @@ def _as_constant(name: str, flow: Flow) -> Array | None:
 
 
 def _skip_zeros_in_place(graph: GraphProto, flow: Flow) -> bool:
-    """Skip additions of zero, except graph outputs. Return whether anything changed."""
+    """Skip additions of zero, except for graph outputs. Return whether the graph changed."""
     outputs = {value.name for value in graph.output}
     known = plumbing.constants(graph)
     changed = False
@@ -109,7 +109,7 @@ def _skip_zeros_in_place(graph: GraphProto, flow: Flow) -> bool:
 
 
 def _rename_reads_in_place(graph: GraphProto, name: str, to: str) -> bool:
-    """Rename a value in all readers except subgraphs. Return whether there were any."""
+    """Rename a value in all readers except subgraphs. Return whether it had readers."""
     found = [(node, place) for node in graph.node for place, read in enumerate(node.input) if read == name]
     for node, place in found:
         node.input[place] = to
@@ -120,7 +120,7 @@ def _rename_reads_in_place(graph: GraphProto, name: str, to: str) -> bool:
 
 
 def _merge_constants_in_place(model: ModelProto, flow: Flow) -> bool:
-    """Move the weights of constant channels to one of them, scaled. Return whether anything changed."""
+    """Merge constant channels into one channel with scaled weights. Return whether the graph changed."""
     graph = model.graph
     reads = plumbing.read_counts(graph)
     changed = False

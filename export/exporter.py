@@ -156,7 +156,7 @@ class _Front:
         return np.asarray(raw) if self.preparer is None else self.preparer(raw)
 
     def at_once(self, most: int) -> int:
-        """Return the batch size for the file. most: that of the model."""
+        """Return the batch size for the file. most: the batch size of the model."""
         return min(most, self.preparer.at_once) if self.composes and self.preparer is not None else most
 
     def prepared_samples(self, samples: Samples) -> Samples:
@@ -182,7 +182,7 @@ def _smallest(
     doing: Callable[[str], object],
     front: _Front,
 ) -> tuple[Built, Parity, tuple[str, ...]]:
-    """Write the requested mode, or the first one with the same predictions. Return notes on modes that failed."""
+    """Write the requested mode, or the first mode with the same predictions. Return notes on modes that failed."""
     modes: tuple[Mode, ...] = (options.mode or "packed",)
     if options.mode is None and options.precision == "fp32":
         modes = ("packed", "dense")

@@ -1,6 +1,6 @@
-"""Dynamic exports: files that choose the model for each sample.
+"""Dynamic exports, which select a model or weights for each sample.
 
-A method with a choice per sample registers its ``DynamicForm`` under its own name in the entry points
+A method that supports this registers its ``DynamicForm`` under its own name in the entry points
 ``sparrow.dynamic_exports``. The function must not import torch.
 """
 

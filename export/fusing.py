@@ -1,6 +1,6 @@
-"""Fusing of convolutions with batch norms and ReLUs before quantisation.
+"""Fusion of convolutions with batch norms and ReLUs before quantisation.
 
-ONNX Runtime fuses them itself, but not across the rounding that quantisation inserts between them.
+ONNX Runtime also fuses them, but not across the rounding nodes that quantisation inserts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from sparrow.protocol.manifest import Array
 def fuse(model: ModelProto) -> ModelProto:
     """Return a copy with batch norms folded into the convolutions before them and ReLUs moved before max pooling.
 
-    Equal up to float rounding. Values with other readers, and weights that are also inputs, stay.
+    Outputs are equal up to float rounding. Values with other readers, and weights that are also inputs, are not
+    changed.
     """
     result = deepcopy(model)
     # its shapes may no longer hold
@@ -68,7 +69,7 @@ def _fold_norms_in_place(graph: GraphProto) -> None:
 
 
 def _pairs(graph: GraphProto, first: str, second: str) -> Iterator[tuple[NodeProto, NodeProto]]:
-    """Yield nodes of the operator ``first`` whose output has one reader: the first input of a ``second``."""
+    """Yield pairs of a ``first`` node and a ``second`` node that is the only reader of its output, as first input."""
     readers = read_counts(graph)
     made_by = {node.output[0]: node for node in graph.node if node.op_type == first}
     for node in graph.node:

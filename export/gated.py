@@ -54,7 +54,7 @@ def gated_model(
     personal: Tensors | None = None,
     largest_table: int = LARGEST_TABLE,
 ) -> ModelProto:
-    """Return the gated model of a pFedGate device, for batches of any size.
+    """Build the gated model of a pFedGate device, for batches of any size.
 
     manifest: the federation's, with its table of blocks. own: the arrays of the device's state. settings: of the
     method, complete. budget: in (0, 1]. personal: the state's model, needed for tensors that are never sent.
@@ -104,7 +104,7 @@ def gated_model(
 
 
 def dynamic_model(source: Source, budget: float | None) -> ModelProto:
-    """Return the dynamic form of pFedGate. Raises as ``gated_model``."""
+    """Build the dynamic export of pFedGate. Raises as ``gated_model``."""
     assert source.membership is not None, "checked by load_form"
     settings = source.membership.federation.settings.method_settings
     # A device whose budget is too small for rounds adapts with the smallest budget.
@@ -171,9 +171,9 @@ def _choose(
     importance: Importance,
     largest: int,
 ) -> tuple[str, str]:
-    """Return the selection, float32 [N, L] of 0 and 1, and its rule: greedy if any group's is.
+    """Add the selection, float32 [N, L] of 0 and 1; return it and its rule (greedy if any group is greedy).
 
-    limits: the blocks of each group, and the capacity for those that are not forced.
+    limits: the blocks of each group, and its capacity without forced blocks.
     """
     worth = to.add("Sub", to.add("Cast", importances, to=TensorProto.DOUBLE), to.constant(TIE * np.arange(len(costs))))
     if importance == "per_weight":

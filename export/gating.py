@@ -66,7 +66,7 @@ class Gate:
 
     @property
     def constant(self) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
-        """Return scales [L] and importances [L] of a gate that does not depend on the input, None for others."""
+        """Return scales [L] and importances [L] of a gate that does not depend on the input; None for other gates."""
         # "settled": logits of the device's mean input
         settled = self.tensors.get("logits", self.tensors.get("settled"))
         if settled is None:
@@ -105,7 +105,7 @@ class Gate:
         return weight.astype(np.float32), bias.astype(np.float32)
 
     def _normalised(self, to: Building, seen: str) -> str:
-        """Return SN(x), pooled and flattened, [N, d_X]."""
+        """Add nodes for SN(x), pooled and flattened, [N, d_X]."""
         flat = len(self.shape) == 1 or math.prod(self.shape[1:]) < 2
         count = math.prod(self.shape) if flat else math.prod(self.shape[1:])
         channels = to.reshape(seen, (0, -1) if flat else (0, self.shape[0], -1))
@@ -120,7 +120,7 @@ class Gate:
         return pooled if flat else to.reshape(pooled, (0, -1))
 
     def _switch_norm(self, to: Building, channels: str, count: int, flat: bool) -> tuple[str, str]:
-        """Return the factor and the summand of ``gating.SwitchNorm``."""
+        """Add nodes for the scale and the shift of ``gating.SwitchNorm``."""
         weight, bias, running_mean, running_var = (
             self.tensors[f"norm.{part}"].astype(np.float32).reshape((1, -1) if flat else (1, -1, 1))
             for part in ("weight", "bias", "running_mean", "running_var")

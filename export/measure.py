@@ -1,6 +1,7 @@
 """Measurement of load time, memory and latency of ONNX files.
 
-Each measurement starts ``python -m sparrow.export.measure``: a used process has memory to reuse and spinning threads.
+Each measurement starts ``python -m sparrow.export.measure``, because an existing process has reusable memory and
+spinning threads.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ IDLE = 3
 
 @dataclass(frozen=True)
 class LoadCost:
-    """Seconds to load a file, seconds of the first prediction, and peak memory in bytes above the libraries'."""
+    """Load time, time of the first prediction, and peak memory in bytes in addition to the libraries."""
 
     load_seconds: float
     first_seconds: float
@@ -59,7 +60,7 @@ class Latency:
 def load_costs(
     paths: Sequence[Path], sample: Array, *, repeats: int = LOADS, done: Callable[[], object] = lambda: None
 ) -> list[LoadCost]:
-    """Return each file's median costs over ``repeats`` alternating processes of one thread.
+    """Return each file's median costs over ``repeats`` alternating single-threaded processes.
 
     sample: [1, *input_shape]. done: called after each process. Raises ExportError for a file that cannot be run.
     """

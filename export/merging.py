@@ -51,7 +51,8 @@ class _Graph:
 
 
 def merge(model: ModelProto) -> ModelProto:
-    """Merge sums of linear maps of one value if that takes no more weights. Return ``model`` itself if there are none.
+    """Merge sums of linear maps of the same input, unless this needs more weights. Return ``model`` itself if there are
+    none.
 
     Equal up to float rounding.
     """
@@ -92,7 +93,7 @@ def merge(model: ModelProto) -> ModelProto:
 
 
 def _sum(node: NodeProto, graph: _Graph) -> _Linear | None:
-    """Return a sum as one linear map, None if it reads several values or needs more weights."""
+    """Return a sum as a single linear map; None if it has several inputs or needs more weights."""
     # a bias
     if any(name in graph.known for name in node.input):
         return None
@@ -111,7 +112,7 @@ def _sum(node: NodeProto, graph: _Graph) -> _Linear | None:
 
 
 def _chain(name: str, graph: _Graph) -> list[_Linear]:
-    """Return a value as linear maps of earlier values, nearest first."""
+    """Express a value as linear maps of its predecessors, nearest first."""
     node = graph.makers.get(name)
     if node is None or not node.input:
         return []
@@ -135,7 +136,7 @@ def _keeps_last_axis(node: NodeProto, graph: _Graph) -> bool:
 
 
 def _source(name: str, graph: _Graph) -> str:
-    """Return the value before nodes that keep its last axis."""
+    """Return the input of a chain of nodes that keep the last axis."""
     node = graph.makers.get(name)
     while node is not None and node.input and _keeps_last_axis(node, graph):
         name = node.input[0]
@@ -163,7 +164,7 @@ def _through(node: NodeProto, inputs: Sequence[NDArray[np.generic] | None], grap
 
 
 def _moved(found: _Linear, operator: str, by: Matrix) -> _Linear | None:
-    """Return a linear map plus or times a constant, which must be scalar or have one value per output, else None."""
+    """Return a linear map plus or times a constant; None unless the constant is scalar or has one value per output."""
     if by.size not in (1, found.matrix.shape[1]) or (by.size > 1 and by.shape[-1] != by.size):
         return None
     by = np.broadcast_to(by.reshape(-1), (found.matrix.shape[1],))

@@ -28,7 +28,7 @@ SAID = {
 
 
 def properties(manifest: Manifest, tensors: Tensors, **known: object) -> dict[str, str]:
-    """Return the metadata: those that follow from the model, and ``known`` ones (method, round, ...) except None.
+    """Return the metadata derived from the model, and the ``known`` metadata (method, round, ...) that are not None.
 
     classes: number of class scores. density: share of nonzero maskable weights. digest: SHA-256 of the personal model's
     checkpoint. class_names: JSON list, "" for an unused spare output. preparation, targets: JSON objects that describe

@@ -9,8 +9,9 @@ The mask has eight elements per byte, most significant bit first. A shared table
     index  = CumSum(bits) x bits                 position in values, from 1; 0 for a zero
     weight = Reshape(GatherElements(values, index), shape)    values begins with a zero
 
-This is the fastest formulation to load: ONNX Runtime's Gather and broadcasts take 30 to 60 ns per row, GatherElements a
-tenth. Loading takes about seven times the weights' float32 size, four times the plain file's.
+This formulation loads fastest: ONNX Runtime's Gather and broadcasts take 30 to 60 ns per row, GatherElements a tenth of
+this. Peak memory during loading is about seven times the weights' float32 size, and four times the peak of the plain
+file.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _pack(tensor: TensorProto, name: str, prefix: str) -> _Packed | None:
 
 
 def _table(prefix: str) -> _Packed:
-    """Return ``table`` [256, 8], uint8: the bits of each byte; with the constants that all weights share."""
+    """Return ``table`` [256, 8], uint8, the bits of each byte, with the constants that all weights share."""
     # It is computed on load, since it would take 2 KiB in the file; in int32, since some ONNX Runtimes divide no
     # bytes.
     constants: dict[str, Array] = {
@@ -136,7 +137,7 @@ def _table(prefix: str) -> _Packed:
 
 
 def _free_prefix(graph: GraphProto) -> str:
-    """Return a prefix that no name in the graph has; short, since a file has it twenty times per weight."""
+    """Return an unused name prefix. It is short, because the file contains it twenty times per weight."""
     names = set(_names(graph))
     number = 0
     while any(name.startswith(f"~{number}.") for name in names):

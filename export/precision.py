@@ -173,9 +173,9 @@ def choose(
 
     calibration, inputs: [N, *input_shape]; labels: [N] classes of ``inputs``. Two variants of int8 are tried: all
     layers, and only fully connected ones. Variants run alternately, one sample at a time on one thread, ``runs`` times;
-    medians count. int8 is refused if it is not ``MIN_SPEEDUP`` times faster, or loses more than ``max_fall``: of
-    accuracy with labels, else of agreement with fp32's classes, or, if outputs are not class scores, of the largest
-    output. Raises ExportError for labels of such outputs.
+    medians count. int8 is rejected if it is not ``MIN_SPEEDUP`` times faster, or loses more than ``max_fall``: of
+    accuracy if there are labels, else of agreement with fp32's classes, or, if outputs are not class scores, of the
+    largest output. Raises ExportError for labels if outputs are not class scores.
     """
     if labels is not None:
         _check_scores(model, inputs[:1])
@@ -257,7 +257,9 @@ class _Reader:
 
 
 def _typed(model: ModelProto) -> ModelProto:
-    """Return a copy with the types of all values, from ONNX Runtime: ONNX infers none after a group norm."""
+    """Return a copy with the types of all values, inferred by ONNX Runtime; ONNX cannot infer types after a group
+    norm.
+    """
     asked = deepcopy(model)
     result = deepcopy(model)
     del asked.graph.output[:]

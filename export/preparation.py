@@ -1,4 +1,4 @@
-"""Preparation graphs: checking of untrusted ones, completion, composition with a model, execution.
+"""Preparation graphs: validation of untrusted graphs, completion, composition with a model, execution.
 
 The graph maps a batch of raw samples, ``input``, to the model's inputs, ``output``. If devices standardise by their own
 statistics, the initialisers ``own:mean`` and ``own:deviation`` have no data until ``complete``.
@@ -83,9 +83,9 @@ def check_preparation(graph: bytes, manifest: Manifest) -> ModelProto:
 
 
 class _Growing(Walk):
-    """A walk over a graph with free axes at their largest lengths.
+    """Traversal of a graph with free axes at their largest lengths.
 
-    These give the largest sizes only if no size shrinks while an axis grows, so other operators are refused.
+    This gives the largest sizes only if all sizes grow with the free axes, so other operators are refused.
     """
 
     def _infer(self, node: NodeProto) -> dict[str, int]:
@@ -191,7 +191,7 @@ def _neutral(model: ModelProto) -> Constants:
 
 
 def complete(graph: bytes, constants: Constants) -> bytes:
-    """Write a device's own statistics into a checked preparation. Raises ExportError if they do not fit."""
+    """Insert a device's own statistics into a validated preparation. Raises ExportError if they do not fit."""
     model = ModelProto.FromString(graph)
     return cast(bytes, _completed(model, constants).SerializeToString(deterministic=True))
 

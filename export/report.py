@@ -1,4 +1,4 @@
-"""Comparison of an export with the dense one, as a table, JSON or a picture."""
+"""Comparison of an export with the dense export, as a table, JSON or a chart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEASUREMENTS = 2 * LOADS + 2
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of running one file: loading, and latency of a single sample on one and on all threads."""
+    """Costs of a file: loading, and latency of a single sample with one and with all threads."""
 
     load: LoadCost
     one_thread: Latency
@@ -42,7 +42,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class Report:
-    """An export and the dense one. samples: number of labelled samples. notes: on other modes and precisions tried."""
+    """An export and the dense export. samples: number of labelled samples. notes: on other modes and precisions
+    tried.
+    """
 
     path: str
     mode: str

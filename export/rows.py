@@ -51,7 +51,9 @@ class Rows:
 
     @classmethod
     def of(cls, model: ModelProto, table: BlockTable, manifest: Manifest) -> Rows | None:
-        """Return the rows of a graph; None if a block is not whole rows, or a node uses a tensor in another way."""
+        """Return the rows of a graph; None if a block does not consist of whole rows, or a node uses a tensor in an
+        unsupported way.
+        """
         shapes = {spec.name: spec.shape for spec in manifest.shared}
         rows: dict[str, NDArray[np.int64]] = {}
         for name, blocks in table.tensors.items():
@@ -126,7 +128,7 @@ class Rows:
 def _layer(
     node: NodeProto, turned: Mapping[str, str], found: Shape | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> _Layer | None:
-    """Return the layer of a node; None if the rows of its weights are not rows of each sample's output."""
+    """Return the layer of a node; None if its weight rows do not correspond to rows of each sample's output."""
     if found is None or len(found.sizes) < 2 or found.sizes[0] != BATCHES[0]:
         return None
     output = found.sizes
@@ -156,7 +158,7 @@ def _is_plain(gemm: NodeProto) -> bool:
 
 
 def by_sample(graph: GraphProto, to: Building, gates: str, table: BlockTable, manifest: Manifest) -> None:
-    """Rewrite the graph to scan over samples and scale the weights by each one's row of the ``gates`` [N, L]."""
+    """Rewrite the graph to scan over samples, and scale the weights by the sample's row of ``gates`` [N, L]."""
     inside = Building("sample/")
     sample = inside.name("input")
     own_gates = inside.name("gates")

@@ -71,7 +71,7 @@ def read_samples(path: Path, model: ModelProto) -> Samples:
 
 
 def read_raw_samples(data: str, manifest: Manifest, class_names: Sequence[str] = ()) -> Samples:
-    """Read raw samples, and classes if it is no regression, from a table or npz file.
+    """Read raw samples, and classes unless the task is a regression, from a table or npz file.
 
     data: as for ``sparrow join --data``. class_names: of the device's outputs; by default the manifest's. The test part
     of the file is used if it has one, and the training part for calibration. Raises DataError, ExportError.
@@ -116,7 +116,7 @@ def draw_inputs(model: ModelProto, count: int, seed: int = 0) -> Array:
 
 
 def parity_inputs(samples: Samples | None, draw: Callable[[int], Raws]) -> Raws:
-    """Return the samples, filled up to ``PARITY_INPUTS`` by ``draw(count)``."""
+    """Return the samples, extended to ``PARITY_INPUTS`` by ``draw(count)``."""
     if samples is None:
         return draw(PARITY_INPUTS)
     given = samples.inputs

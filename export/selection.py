@@ -1,9 +1,9 @@
 """pFedGate's knapsack (arXiv:2305.02776, section 5.2.3) as ONNX nodes.
 
-Costs and capacity are known when the file is written; only the values depend on the input. The exact solution is a
-dynamic programme with tables of fixed size. A *decision* is the number of items to take of one cost, most valuable
-first, from the largest cost to the smallest. A *state* is the remaining capacity before a decision; all states in which
-every remaining item fits are one state. With c items of cost w taken,
+Costs and capacity are known when the file is written; only the values depend on the input. The exact solution uses
+dynamic programming with tables of fixed size. A *decision* is the number of items with a given cost to take, most
+valuable first; decisions are ordered from the largest cost to the smallest. A *state* is the remaining capacity before
+a decision; all states in which every remaining item fits are merged. With c items of cost w taken,
 
     F_g(left) = max over c of  (sum of the c most valuable)  +  F_{g+1}(left - c w),      F = 0 at the end
 
@@ -46,9 +46,9 @@ class Decision:
 
 
 def decisions(costs: Costs, capacity: int, largest: int = LARGEST_TABLE) -> list[Decision] | None:
-    """Return the decisions for items of ``costs`` [n], largest first; None if they need more than ``largest`` pairs.
+    """Return the decisions for items with ``costs`` [n], largest first; None if they need more than ``largest`` pairs.
 
-    They end when all states have become one; items of smaller costs are always affordable.
+    They end when a single state is left; all items with smaller costs then fit.
     """
     kinds = [(int(cost), np.flatnonzero(costs == cost)) for cost in np.unique(costs)[::-1]]
     rest = [*np.cumsum([cost * len(items) for cost, items in reversed(kinds)])[::-1].tolist(), 0]
@@ -131,7 +131,7 @@ def _counts(to: Building, sums: list[str], worth: str, never: str, plan: Sequenc
 
 
 def greedy(to: Building, values: str, costs: Costs, capacity: int) -> str:
-    """Return the greedy selection, float32 [N, n] of 0 and 1: densest items first, or only the best one."""
+    """Return the greedy selection, float32 [N, n] of 0 and 1: items by value per cost, or only the single best item."""
     count = len(costs)
     density = to.add("Div", values, to.constant(np.maximum(costs, 1).astype(np.float64)))
     _, order = to.several("TopK", density, to.whole(count), outputs=2)
