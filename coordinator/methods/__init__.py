@@ -371,4 +371,4 @@ METHODS = "sparrow.coordinator_methods"
 @cache
 def load_method(name: str) -> CoordinatorMethod:
     """Return the server half registered as ``name``. Raises UnknownMethod, which lists the installed methods."""
-    return load_method_record(METHODS, name, CoordinatorMethod, UnknownMethod)
+    return load_method_record(METHODS, name, CoordinatorMethod, UnknownMethod, advice="; auto chooses one")
