@@ -25,6 +25,7 @@ from sparrow.graphs.bounds import samples_at_once
 from .build import ACCURACY_LIMIT, Built, Mode, Precision, build
 from .errors import ExportError, NotTheSame
 from .forms import load_form
+from .older import older
 from .ort_format import write_ort
 from .preparation import Preparer, compose, draw_raw
 from .report import Figures, Report, measure
@@ -203,7 +204,7 @@ def _smallest(
             if not built.steps and mode != modes[-1]:
                 # the dense model is as small
                 continue
-            path.write_bytes(front.before(built.model).SerializeToString(deterministic=True))
+            path.write_bytes(older(front.before(built.model)).SerializeToString(deterministic=True))
             doing("comparing")
             return built, _check_parity(path, built, reference, at_once), tuple(notes)
         except ExportError as error:

@@ -220,6 +220,9 @@ def compose(model: ModelProto, graph: bytes) -> ModelProto:
     prefixed = onnx.compose.add_prefix(preparation, PREFIX)
     merged = onnx.compose.merge_models(prefixed, model, io_map=[(PREFIX + OUTPUT, INPUT)])
     merged.graph.name = model.graph.name
+    # ONNX names the common version once for each part.
+    del merged.opset_import[:]
+    merged.opset_import.extend(model.opset_import)
     _rename_input(merged, PREFIX + INPUT, INPUT)
     merged.producer_name = model.producer_name
     del merged.metadata_props[:]

@@ -191,6 +191,22 @@ def test_modes_and_precisions_by_size(state, data, tmp_path):
     assert sizes["packed", "int8"] < sizes["compact", "int8"] < sizes["compact", "fp32"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["dense", "compact", "packed"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
+def test_an_old_runtime_predicts_the_same_in_each_form(state, data, tmp_path, mode, precision, old_runtime):
+    output = tmp_path / "m.onnx"
+    more = ("--data", data, "--mode", mode, "--precision", precision, "--accuracy-limit", "1")
+    assert export(state, output, *more) == 0
+    check_old(output, np.load(data)["inputs"], old_runtime)
+
+
+def check_old(output, inputs, old_runtime):
+    model = onnx.load(output)
+    assert (model.opset_import[0].version, model.ir_version) == (17, 8)
+    np.testing.assert_allclose(old_runtime(output, inputs), scores(output, inputs), atol=1e-4)
+
+
 def test_auto_says_what_it_has_tried(state, data, tmp_path, capsys):
     output = tmp_path / "m.onnx"
     assert export(state, output, "--data", data, "--precision", "auto") == 0
@@ -379,16 +395,7 @@ def test_what_does_not_go_together_is_told(state, tmp_path, capsys, arguments, m
 
 
 def test_the_gate_of_a_device_of_pfedgate_goes_into_the_file(data, tmp_path, capsys):
-    settings = completed(FederationSettings(method="pfedgate", local_epochs=1, early_stopping="off"))
-    manifest = load_server_half("pfedgate").manifest(DIGITS.manifest, settings)
-    torch.manual_seed(0)
-    model, batch = DigitsNet(), [(torch.rand(16, 1, 8, 8), torch.randint(10, (16,)))]
-    task = Task("digits", model, nn.functional.cross_entropy, batch, batch)
-    received = Bundle(np.asarray(pack(manifest, get_tensors(model, manifest), None)), None, None, "fp32", "")
-    assignment = Assignment(assignment_id="a", kind="train", round=1, deadline_seconds=9.0, settings=settings)
-    job = Job(assignment, manifest, task, TorchEngine(task, manifest), DeviceState(), received, budget=0.5)
-    trained = load_method("pfedgate").train(job).state
-    state = save_state(tmp_path / "state", trained.personal, method="pfedgate", manifest=manifest, own=trained.own)
+    state, batch = gated_state(tmp_path)
     output = tmp_path / "m.onnx"
     assert export(state, output, "--mode", "dynamic", "--data", data) == 0
     assert "dynamic" in capsys.readouterr().out
@@ -400,20 +407,50 @@ def test_the_gate_of_a_device_of_pfedgate_goes_into_the_file(data, tmp_path, cap
     assert np.abs(scores(tmp_path / "more.onnx", inputs) - one).max() > 1e-3
 
 
-def test_both_models_of_a_device_of_dmpfl_go_into_the_file(tmp_path):
+def gated_state(tmp_path):
+    """The state of a device of pFedGate, and the batches that it trained on."""
+    settings = completed(FederationSettings(method="pfedgate", local_epochs=1, early_stopping="off"))
+    manifest = load_server_half("pfedgate").manifest(DIGITS.manifest, settings)
+    torch.manual_seed(0)
+    model, batch = DigitsNet(), [(torch.rand(16, 1, 8, 8), torch.randint(10, (16,)))]
+    task = Task("digits", model, nn.functional.cross_entropy, batch, batch)
+    received = Bundle(np.asarray(pack(manifest, get_tensors(model, manifest), None)), None, None, "fp32", "")
+    assignment = Assignment(assignment_id="a", kind="train", round=1, deadline_seconds=9.0, settings=settings)
+    job = Job(assignment, manifest, task, TorchEngine(task, manifest), DeviceState(), received, budget=0.5)
+    trained = load_method("pfedgate").train(job).state
+    state = save_state(tmp_path / "state", trained.personal, method="pfedgate", manifest=manifest, own=trained.own)
+    return state, batch
+
+
+def dual_state(tmp_path):
+    """The state of a device of DM-PFL, and its two models."""
     own, shared = pruned(), initial_values(DIGITS.manifest, 1)
     mask = ElementMask({spec.name: own[spec.name] != 0 for spec in DIGITS.manifest.maskable})
     every = ElementMask({name: np.ones_like(flags) for name, flags in mask.exists.items()})
     dual = Dual.of(DIGITS.manifest, own, mask, shared, every)
     bases = {"entropy_personal": 2.0, "entropy_global": 2.0}
     state = save_state(tmp_path / "state", dual.personal, method="dmpfl", own=dual.stored(), **bases)
+    return state, (dual.personal, dual.global_model())
+
+
+def test_both_models_of_a_device_of_dmpfl_go_into_the_file(tmp_path):
+    state, models = dual_state(tmp_path)
     output = tmp_path / "m.onnx"
     assert export(state, output, "--mode", "dynamic") == 0
     inputs = np.random.default_rng(3).random((50, 1, 8, 8), dtype=np.float32)
     found = scores(output, inputs)
-    sides = [scores(fill_with(tmp_path, tensors), inputs) for tensors in (dual.personal, dual.global_model())]
+    sides = [scores(fill_with(tmp_path, tensors), inputs) for tensors in models]
     chosen = [np.isclose(found, side, atol=1e-5).all(1) for side in sides]
     assert (chosen[0] | chosen[1]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [gated_state, dual_state])
+def test_an_old_runtime_predicts_the_same_with_a_dynamic_file(make, tmp_path, old_runtime):
+    state, _ = make(tmp_path)
+    output = tmp_path / "m.onnx"
+    assert export(state, output, "--mode", "dynamic") == 0
+    check_old(output, np.random.default_rng(3).random((50, 1, 8, 8), dtype=np.float32), old_runtime)
 
 
 def test_a_dynamic_export_needs_the_settings(tmp_path, capsys):

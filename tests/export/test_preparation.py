@@ -10,6 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edge_sdk.tasks.preparing import own_constants, prepare_array, prepare_rows, statistics_of
 from sparrow.export.errors import ExportError, SkeletonError
+from sparrow.export.older import older
 from sparrow.export.preparation import PREFIX, Preparer, check_preparation, complete, compose, draw_raw
 from sparrow.protocol.manifest import Manifest, TensorSpec
 from sparrow.protocol.preparation import Column, Preparation
@@ -253,3 +254,14 @@ def test_a_composed_model_answers_raw_samples():
     assert names
     assert all(name.startswith(PREFIX) for name in names)
     assert onnx.checker.check_model(composed) is None
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_an_old_runtime_prepares_the_same(tmp_path, old_runtime):
+    raw = rows()
+    made = older(compose(model(), prepare_rows(COLUMNS, statistics_of([raw], 0, COLUMNS)).graph))
+    assert (made.opset_import[0].version, made.ir_version) == (17, 8)
+    onnx.save(made, tmp_path / "m.onnx")
+    wanted = onnxruntime.InferenceSession(made.SerializeToString()).run(None, {"input": raw})[0]
+    np.testing.assert_allclose(old_runtime(tmp_path / "m.onnx", raw), wanted, atol=1e-6)
