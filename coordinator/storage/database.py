@@ -9,7 +9,7 @@ import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sqlalchemy import (
     Column,
@@ -27,11 +27,15 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.exc import ArgumentError
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from ..errors import BadStorage, DamagedRecords, NewerRecords
 from .blobs import FILE_MODE, flush_folder, private
 from .failing import is_damage
 from .tables import Base, Federation
+
+if TYPE_CHECKING:
+    import psycopg
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +64,7 @@ REVISION = Table(
 """Alembic's table, as Alembic creates it."""
 
 POSTGRESQL = ("postgresql", "postgresql+psycopg")
+_POOLED = "pooled"
 
 
 def open_database(where: Path | str) -> Engine:
@@ -231,16 +236,12 @@ def _postgresql(address: str) -> Engine:
             "it to keep the records in SQLite"
         )
     try:
-        return create_engine(
+        engine = create_engine(
             url.set(drivername="postgresql+psycopg"),
             # As with SQLite, a transaction sees the records as of its beginning.
             isolation_level="REPEATABLE READ",
+            # Writers take turns, so none may wait for minutes for a machine that disappeared.
             connect_args={
-                # An acknowledged commit is on the disk, whatever the server's default is. The limits end waits for a
-                # stopped process's transaction and for other programs' locks.
-                "options": f"-c synchronous_commit=on -c idle_in_transaction_session_timeout={IDLE_SECONDS}s "
-                f"-c lock_timeout={BUSY_SECONDS}s -c statement_timeout={STATEMENT_SECONDS}s",
-                # Writers take turns, so none may wait for minutes for a machine that disappeared.
                 "connect_timeout": 5,
                 "tcp_user_timeout": 10_000,
                 "keepalives_idle": 10,
@@ -255,6 +256,45 @@ def _postgresql(address: str) -> Engine:
         )
     except ModuleNotFoundError as error:
         raise BadStorage("records in PostgreSQL need psycopg: pip install 'sparrow-fl[postgresql]'") from error
+    event.listen(engine, "connect", _prepare_postgresql)
+    event.listen(engine, "begin", _begin_postgresql)
+    return engine
+
+
+def is_pooled(connection: psycopg.Connection[Any]) -> bool:
+    """Return whether a pooler, such as PgBouncer, is in between: transactions of a connection may change sessions."""
+    # A pooler announces a number of its own, not that of a server's process.
+    row = connection.execute("SELECT pg_backend_pid()").fetchone()
+    return row is None or row[0] != connection.info.backend_pid
+
+
+def _prepare_postgresql(connection: psycopg.Connection[Any], record: ConnectionPoolEntry) -> None:
+    # Not as options of the connection, which poolers refuse.
+    record.info[_POOLED] = is_pooled(connection)
+    if record.info[_POOLED]:
+        # A statement is prepared in one session, and the next transaction may be in another one.
+        connection.prepare_threshold = None
+    else:
+        connection.execute(_settings("SET"))
+    connection.commit()
+
+
+def _begin_postgresql(connection: Connection) -> None:
+    if connection.info.get(_POOLED):
+        # Not a query, which would take the transaction's snapshot.
+        connection.exec_driver_sql(_settings("SET LOCAL"))
+
+
+def _settings(command: str) -> str:
+    # An acknowledged commit is on the disk, whatever the server's default is. The limits end waits for a stopped
+    # process's transaction and for other programs' locks.
+    settings = (
+        "synchronous_commit = on",
+        f"idle_in_transaction_session_timeout = '{IDLE_SECONDS}s'",
+        f"lock_timeout = '{BUSY_SECONDS}s'",
+        f"statement_timeout = '{STATEMENT_SECONDS}s'",
+    )
+    return "; ".join(f"{command} {setting}" for setting in settings)
 
 
 def _begin(connection: Connection) -> None:

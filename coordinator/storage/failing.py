@@ -170,7 +170,7 @@ def of_database(error: SQLAlchemyError | sqlite3.Error) -> Unavailable:
 
 @contextmanager
 def database_errors(folder: Path) -> Iterator[None]:
-    """Context manager for commands: translate database errors, whose own text may contain the address.
+    """Context manager for commands: translate database errors, with the server's text.
 
     folder: SQLite's folder. Raises DiskFull, Unavailable.
     """
@@ -180,4 +180,5 @@ def database_errors(folder: Path) -> Iterator[None]:
         trouble = of_database(error)
         if isinstance(trouble, DiskFull) or (folder.is_dir() and shutil.disk_usage(folder).free < SQLITE_NEEDS):
             raise DiskFull(f"the disk of {folder}, or of the database, is full; make room") from error
-        raise Unavailable(f"the database failed ({type(error).__name__}); check that it is running") from error
+        said = " ".join(str(getattr(error, "orig", None) or error).split())[:300]
+        raise Unavailable(f"the database failed: {said}; check that it is running, and its address") from error

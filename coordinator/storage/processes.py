@@ -7,7 +7,11 @@
     moving    one process opens, folds and closes rounds: the holder of the lease (``tables.Lease``), renewed every
               ``BEAT_SECONDS``. If it is killed, its advisory lock is released, and another process takes over at once.
               If it hangs, the lease expires.
-    waking    LISTEN and NOTIFY: facts are sent to the process that moves rounds, moves to all waiting calls.
+    waking    LISTEN and NOTIFY: facts are sent to the process that moves rounds, moves to all waiting calls. Behind a
+              pooler, which delivers no messages, waiting calls look every ``POOLED_SECONDS``.
+
+Locks belong to one transaction that stays open, not to a session, so they work behind a pooler that gives each
+transaction another session. It reads no table, so it delays neither vacuum nor migrations.
 
 A process that takes over begins a new epoch of the lease. Every transaction that moves rounds checks the epoch, so a
 replaced process that wakes up changes nothing. A process that hangs while it writes blocks all writers until the server
@@ -20,15 +24,17 @@ import contextlib
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import psycopg
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, NestedTransaction, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from sqlalchemy.orm import Session
 
 from ..errors import Unavailable
+from .database import is_pooled
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +47,20 @@ _TURN = text("LOCK TABLE alembic_version IN EXCLUSIVE MODE")
 _SAY = text("SELECT pg_notify(:channel, :what)")
 _THERE = "hashtext('sparrow coordinator')"
 _MOVING = "hashtext('sparrow moves rounds')"
+_COME = text(f"SELECT pg_try_advisory_xact_lock_shared({_THERE})")
+_COME_ALONE = text(f"SELECT pg_try_advisory_xact_lock({_THERE})")
+_ENTER = text("SELECT pg_try_advisory_xact_lock(hashtext('sparrow coordinator comes'))")
+_MOVE = text(f"SELECT pg_try_advisory_xact_lock({_MOVING}, :epoch)")
+# transaction_timeout exists from PostgreSQL 17 on.
+_UNLIMITED = text(
+    "SELECT set_config(name, '0', true) FROM pg_settings "
+    "WHERE name IN ('idle_in_transaction_session_timeout', 'transaction_timeout')"
+)
+_ALIVE = text("SELECT 1")
+_COME_SECONDS = 0.1
 _LISTEN_SECONDS = 1.0
+POOLED_SECONDS = 5.0
+"""Interval at which waiting calls look for moves behind a pooler."""
 
 LEASE_SECONDS = 10.0
 """Lifetime of the lease: longer than usual pauses of a busy machine or network, shorter than devices' retries."""
@@ -65,22 +84,25 @@ class SharedDatabase:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._name = secrets.token_hex(8)
+        # With the open transaction that holds the locks.
         self._connection: Connection | None = None
+        # While this process is the first: the part of that transaction that holds the lock exclusively.
+        self._alone: NestedTransaction | None = None
         # Epoch of the lease while this process holds it.
         self._epoch: int | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
-        self.first = self._come(exclusively=True)
-        if not self.first:
-            self._come(exclusively=False)
+        self.first = self._come(may_be_first=True)
 
     def settled(self) -> None:
         """Admit other processes after this one has cleaned up."""
         with self._lock:
-            if self.first and self._connection is not None:
-                self._connection.execute(text(f"SELECT pg_advisory_lock_shared({_THERE})"))
-                self._connection.execute(text(f"SELECT pg_advisory_unlock({_THERE})"))
+            if self._alone is not None and self._connection is not None:
+                self._alone.rollback()
+                if self._epoch is not None:
+                    self._connection.execute(_MOVE, {"epoch": self._epoch})
+            self._alone = None
             self.first = False
 
     def take_turn(self, session: Session) -> None:
@@ -137,11 +159,13 @@ class SharedDatabase:
     def _held_epoch(self) -> int | None:
         """Return the epoch of the lease if this process holds it or can take it over now."""
         if self._connection is None:
-            self._come(exclusively=False)
+            self._come(may_be_first=False)
         assert self._connection is not None
+        self._connection.execute(_ALIVE)
+        with self._engine.connect() as connection:
+            row = connection.execute(_LOOK).first()
         if self._epoch is not None:
-            return self._epoch if self._connection.scalar(_EPOCH) == self._epoch else None
-        row = self._connection.execute(_LOOK).first()
+            return self._epoch if row is not None and row[0] == self._epoch else None
         return self._take_over(None if row is None else row[0]) if row is None or self._is_free(*row) else None
 
     def _is_free(self, epoch: int, seconds_left: float) -> bool:
@@ -149,11 +173,11 @@ class SharedDatabase:
         assert self._connection is not None
         if seconds_left < 0:
             return True
-        locked = {"epoch": epoch}
-        if not self._connection.scalar(text(f"SELECT pg_try_advisory_lock({_MOVING}, :epoch)"), locked):
-            return False
-        self._connection.execute(text(f"SELECT pg_advisory_unlock({_MOVING}, :epoch)"), locked)
-        return True
+        trial = self._connection.begin_nested()
+        free = bool(self._connection.scalar(_MOVE, {"epoch": epoch}))
+        # It releases the lock.
+        trial.rollback()
+        return free
 
     def _take_over(self, former: int | None) -> int | None:
         """Begin a new epoch in this process's turn to write; return None if another process was faster."""
@@ -167,7 +191,7 @@ class SharedDatabase:
                 return None
             epoch: int = connection.execute(_TAKE).scalar_one()
             # Before others see the epoch: they would take a free lock for that of a dead holder.
-            self._connection.scalar(text(f"SELECT pg_try_advisory_lock({_MOVING}, :epoch)"), {"epoch": epoch})
+            self._connection.execute(_MOVE, {"epoch": epoch})
             connection.commit()
         return epoch
 
@@ -181,8 +205,9 @@ class SharedDatabase:
             if epoch is None or not is_alive():
                 continue
             try:
-                with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+                with self._engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:
                     connection.execute(_RENEW, {"epoch": epoch})
+                    connection.commit()
             except (DBAPIError, NoConnectionLeft) as error:
                 # The rounds thread reports the failure.
                 log.debug("the lease could not be renewed: %s", error)
@@ -190,6 +215,7 @@ class SharedDatabase:
     def _lose(self) -> None:
         lost = self._connection
         self._connection = None
+        self._alone = None
         self._epoch = None
         if lost is not None:
             lost.invalidate()
@@ -217,25 +243,41 @@ class SharedDatabase:
                 # Without a connection the locks are already released.
                 with contextlib.suppress(DBAPIError):
                     # Closing the connection would release them with a delay.
-                    self._connection.execute(text("SELECT pg_advisory_unlock_all()"))
+                    self._connection.rollback()
                 self._connection.close()
                 self._connection = None
 
-    def _come(self, *, exclusively: bool) -> bool:
-        """Take the lock of a present process, or return False. The shared form waits for a first process."""
-        connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        # In the pool the connection would keep its locks.
+    def _come(self, *, may_be_first: bool) -> bool:
+        """Take the lock of a present process, after a first one has cleaned up; return whether this is the first."""
+        connection = self._engine.connect().execution_options(isolation_level="READ COMMITTED")
+        # In the pool the transaction would end.
         connection.detach()
-        if exclusively and not connection.scalar(text(f"SELECT pg_try_advisory_lock({_THERE})")):
+        try:
+            # Not a lock that waits: behind a pooler, waiting processes would occupy the sessions that the first needs.
+            while not (self._enter(connection) if may_be_first else self._is_there(connection)):
+                connection.rollback()
+                time.sleep(_COME_SECONDS)
+        except BaseException:
             connection.close()
-            return False
-        if not exclusively:
-            # The first process may clean up for long.
-            connection.execute(text("SET lock_timeout = 0; SET statement_timeout = 0"))
-            connection.execute(text(f"SELECT pg_advisory_lock_shared({_THERE})"))
-            connection.execute(text("RESET lock_timeout; RESET statement_timeout"))
+            raise
         self._connection = connection
+        return self._alone is not None
+
+    def _enter(self, connection: Connection) -> bool:
+        """Take the lock, exclusively if no process has it; return False while another process enters or cleans up."""
+        with self._engine.connect() as door:
+            if not door.scalar(_ENTER) or not self._is_there(connection):
+                return False
+            alone = connection.begin_nested()
+            if connection.scalar(_COME_ALONE):
+                self._alone = alone
+            else:
+                alone.rollback()
         return True
+
+    def _is_there(self, connection: Connection) -> bool:
+        connection.execute(_UNLIMITED)
+        return bool(connection.scalar(_COME))
 
     def _listen(self, heard: Callable[[bool], None]) -> None:
         address = self._engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
@@ -249,6 +291,11 @@ class SharedDatabase:
 
     def _messages(self, address: str) -> Iterator[str]:
         with contextlib.closing(psycopg.connect(address, autocommit=True)) as connection:
+            if is_pooled(connection):
+                while not self._closing.is_set():
+                    yield MOVED
+                    self._closing.wait(POOLED_SECONDS)
+                return
             connection.execute(f"LISTEN {CHANNEL}")
             yield MOVED
             while not self._closing.is_set():

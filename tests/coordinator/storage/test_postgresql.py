@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
+import shutil
+import subprocess
+import tempfile
 import time
 from concurrent import futures
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
-from sqlalchemy import inspect, text
+from sqlalchemy import inspect, make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from sparrow import tokens
 from sparrow.coordinator.errors import BadStorage, NotAuthenticated, Unavailable
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.storage import database, processes
+from sparrow.coordinator.storage.failing import database_errors
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Base
 from sparrow.protocol.messages import Enrol
 
+from ..postgresql import USER
 from ..sessions import CoordinatorWithDevices
 
 
@@ -34,6 +41,75 @@ def become(condition):
 @pytest.fixture
 def url(postgresql):
     return postgresql.new_database()
+
+
+@pytest.fixture
+def pooler(postgresql):
+    """The address of an empty database through PgBouncer in transaction mode, with few sessions."""
+    program = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin")
+    if program is None:
+        pytest.skip("PgBouncer is not installed")
+    direct = make_url(postgresql.new_database())
+    # A socket's path is short.
+    with tempfile.TemporaryDirectory(prefix="sparrow-pooler-", dir="/tmp") as name:
+        folder = Path(name)
+        settings = folder / "pgbouncer.ini"
+        settings.write_text(
+            f"[databases]\n* = host={direct.query['host']} user={USER}\n[pgbouncer]\nunix_socket_dir = {folder}\n"
+            "auth_type = any\npool_mode = transaction\ndefault_pool_size = 4\n"
+        )
+        user = USER if os.geteuid() == 0 else None
+        if user is not None:
+            shutil.chown(folder, user)
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen([program, settings], user=user, stdout=log, stderr=log)
+        try:
+            become((folder / ".s.PGSQL.6432").exists)
+            yield f"postgresql://{USER}@/{direct.database}?host={folder}&port=6432"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_a_federation_is_the_same_through_a_pooler(tmp_path, clock, pooler):
+    info, rounds = federation(tmp_path / "pooler", clock, pooler)
+    wanted, _ = federation(tmp_path / "sqlite", clock)
+    assert (info.status, info.model_sha256) == ("finished", wanted.model_sha256)
+    assert [each.updates for each in rounds] == [2, 2, 2]
+
+
+def test_processes_take_over_and_hear_of_moves_through_a_pooler(tmp_path, pooler, monkeypatch):
+    monkeypatch.setattr(processes, "POOLED_SECONDS", 0.1)
+    heard = queue.Queue()
+    with closing(Store(tmp_path, pooler)) as first, futures.ThreadPoolExecutor() as pool:
+        coming = [pool.submit(Store, tmp_path, pooler) for _ in range(2)]
+        with pytest.raises(futures.TimeoutError):
+            coming[0].result(0.3)
+        first.settled()
+        with closing(coming[0].result(10)) as second, closing(coming[1].result(10)) as third:
+            assert [each.is_first for each in (second, third)] == [False, False]
+            assert first.shared.moves() == (True, True)
+            assert second.shared.moves() == (False, False)
+            second.shared.listen(heard.put)
+            assert [heard.get(timeout=30) for _ in range(3)] == [True] * 3
+            first.close()
+            assert second.shared.moves() == (True, True)
+            assert third.shared.moves() == (False, False)
+
+
+def test_transactions_through_a_pooler_have_their_limits_and_are_durable(pooler):
+    engine = database.open_database(pooler)
+    for _ in range(8):
+        with engine.connect() as connection:
+            assert connection.scalar(text("SHOW synchronous_commit")) == "on"
+            assert connection.scalar(text("SHOW lock_timeout")) == "5s"
+            assert connection.scalar(text("SHOW transaction_isolation")) == "repeatable read"
+    engine.dispose()
+
+
+def test_a_command_names_what_the_database_said(tmp_path, url):
+    with pytest.raises(Unavailable, match='database "nowhere" does not exist'), database_errors(tmp_path):
+        database.open_database(make_url(url).set(database="nowhere").render_as_string(hide_password=False))
 
 
 def federation(folder, clock, url=None):
