@@ -277,7 +277,7 @@ class Coordinator:
         if not self._moves_on(STALLED_SECONDS):
             runs = self._mover is not None and self._mover.is_alive()
             stalled = f"has not moved for {self.progress.seconds():.0f} s"
-            raise Unavailable(f"the thread of the rounds {stalled if runs else 'has ended: restart the process'}")
+            raise Unavailable(f"the round thread {stalled if runs else 'has ended: restart the process'}")
         self.store.troubles.check()
 
     def _moves_on(self, seconds: float) -> bool:

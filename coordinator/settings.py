@@ -184,7 +184,7 @@ class Settings(BaseSettings):
         known = {kind.value for kind in EventKind}
         for kind in _listed(text) - {"*"}:
             if kind not in known:
-                raise ValueError(f"{kind} is no kind of event{nearest(kind, known)}; give {', '.join(sorted(known))}")
+                raise ValueError(f"{kind} is not an event kind{nearest(kind, known)}; give {', '.join(sorted(known))}")
         return text
 
     @model_validator(mode="after")

@@ -32,14 +32,14 @@ def count(text: str) -> int:
     """Parse a whole number above 0."""
     if text.isdecimal() and int(text) > 0:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
 
 
 def natural(text: str) -> int:
     """Parse a whole number of 0 or more."""
     if text.isdecimal():
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a non-negative integer")
 
 
 def mebibytes(text: str) -> int:

@@ -148,14 +148,14 @@ class JoinOptions:
         for name in ("threads", "memory_limit"):
             value = getattr(self, name)
             if value is not None and not _is_whole(value, 1):
-                raise BadArgument(f"{name}={value!r} cannot work; give a whole number above 0, or None")
+                raise BadArgument(f"{name}={value!r} is invalid; give a positive integer, or None")
         for name in ("patience_seconds", "first_seconds"):
             patience = getattr(self, name)
             if patience is not None and not (isinstance(patience, int | float) and patience >= 0):
-                raise BadArgument(f"{name}={patience!r} cannot work; give seconds of at least 0, or None")
+                raise BadArgument(f"{name}={patience!r} is invalid; give seconds of at least 0, or None")
         if self.require_secure is not None and not _is_whole(self.require_secure, 0):
             raise BadArgument(
-                f"require_secure={self.require_secure!r} cannot work; give the number of devices that may collude, 0 "
+                f"require_secure={self.require_secure!r} is invalid; give the number of devices that may collude, 0 "
                 f"or more, or None"
             )
         if self.publisher is not None and not (isinstance(self.publisher, str) and is_fingerprint(self.publisher)):
@@ -640,7 +640,7 @@ def _options(parser: Parser) -> None:
     parser.add_argument(
         "--publisher",
         metavar="FINGERPRINT",
-        help="train only a model signed by this publisher (default: the first one met)",
+        help="train only a model signed by this publisher (default: the first publisher seen)",
     )
     parser.add_argument("--pin-model", action="store_true", help="refuse replacements of the model")
     parser.add_argument(

@@ -222,11 +222,11 @@ class Predictor:
             )
             hint = " (add the batch axis with inputs[None])" if single else ""
             raise PredictError(
-                f"the input has shape {inputs.shape}, the model wants (samples, {', '.join(map(str, wanted))}){hint}"
+                f"the input has shape {inputs.shape}, the model expects (samples, {', '.join(map(str, wanted))}){hint}"
             )
         if inputs.dtype != self.dtype:
             raise PredictError(
-                f"the input has type {inputs.dtype}, the model wants {self.dtype}; "
+                f"the input has type {inputs.dtype}, the model expects {self.dtype}; "
                 f"{'give raw samples' if 'preparation' in self.properties else 'scale it as in training'}, and convert "
                 f"them with inputs.astype('{self.dtype}')"
             )

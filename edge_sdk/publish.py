@@ -120,9 +120,9 @@ class PublishOptions:
 
     def __post_init__(self) -> None:
         if self.running_statistics not in get_args(RunningStatistics):
-            raise BadArgument(f"running_statistics={self.running_statistics!r} cannot work; give shared or personal")
+            raise BadArgument(f"running_statistics={self.running_statistics!r} is invalid; give shared or personal")
         if self.frozen_precision not in get_args(FrozenPrecision):
-            raise BadArgument(f"frozen_precision={self.frozen_precision!r} cannot work; give auto, float32 or float16")
+            raise BadArgument(f"frozen_precision={self.frozen_precision!r} is invalid; give auto, float32 or float16")
 
 
 USUAL = PublishOptions()

@@ -134,9 +134,9 @@ def _fitting(inputs: Array, model: ModelProto, name: str) -> Array:
     if inputs.ndim == len(shape) and shape[:1] == (1,):
         inputs = inputs[:, None]
     if inputs.shape[1:] != shape or inputs.ndim == 0 or len(inputs) == 0:
-        raise ExportError(f"{name} has shape {inputs.shape}, the model wants (samples, {', '.join(map(str, shape))})")
+        raise ExportError(f"{name} has shape {inputs.shape}, the model expects (samples, {', '.join(map(str, shape))})")
     if inputs.dtype == np.uint8 and dtype == "float32":
         return (inputs / np.float32(255)).astype(np.float32)
     if inputs.dtype.kind not in "fiu":
-        raise ExportError(f"{name} is of {inputs.dtype}, the model wants {dtype}")
+        raise ExportError(f"{name} is of {inputs.dtype}, the model expects {dtype}")
     return np.ascontiguousarray(inputs.astype(dtype))

@@ -171,7 +171,7 @@ def _options(parser: Parser) -> None:
 def _count(text: str) -> int:
     if text.isdecimal() and 0 < int(text) < 2**31:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
 
 
 def _seconds(text: str) -> float:

@@ -80,7 +80,7 @@ async def token_maker(identity: TheIdentity) -> Holder:
     check_admin(identity)
     if not makes_tokens(identity):
         raise NotAllowed(
-            "tokens are made and shown only with an admin token, and this coordinator has none; create the first one "
+            "creating and listing tokens requires an admin token, and this coordinator has none; create the first one "
             "on the coordinator's machine: sparrow token create admin --records"
         )
     assert isinstance(identity.caller, Holder)

@@ -68,7 +68,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         hint = "; choose another --port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
-        raise OperatorError(f"{host}:{port} cannot be listened on: {error.strerror}{hint}") from None
+        raise OperatorError(f"{host}:{port} is not available: {error.strerror}{hint}") from None
     return listener
 
 

@@ -29,7 +29,7 @@ LARGEST_PACKAGE = 128 * 1024 * 1024
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("--file", type=Path, nargs="+", help="package files, if this machine cannot download")
+    parser.add_argument("--file", type=Path, nargs="+", help="package files to use instead of downloads")
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -57,7 +57,7 @@ def check_apart(manifest: Manifest, part: Sequence[Layer]) -> set[str]:
         shared = names.intersection(layer.tensors) if layer not in part else ()
         if shared:
             raise BadContent(
-                f"the model cannot be cut into a body and a head: {min(shared)} is also used by {layer.name} (tied "
+                f"the model cannot be split into a body and a head: {min(shared)} is also used by {layer.name} (tied "
                 f"weights); choose a method that shares the whole model, such as fedavg, ditto or apfl"
             )
     return names
@@ -68,7 +68,7 @@ def linear_layers(manifest: Manifest) -> list[Layer]:
     layers = [layer for layer in manifest.layers if layer.kind == "linear"]
     if not layers or len(manifest.layers) < 2:
         raise BadContent(
-            "the model cannot be cut into a body and a head: it needs a linear layer and another layer; choose a "
+            "the model cannot be split into a body and a head: it needs a linear layer and another layer; choose a "
             "method that shares the whole model, such as fedavg, ditto or apfl"
         )
     return layers

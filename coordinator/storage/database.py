@@ -103,8 +103,8 @@ def check_sqlite(path: Path) -> None:
     if sealed.exists():
         if _wal_of(path).exists() or sealed.read_bytes() != _sha256(path).encode():
             raise DamagedRecords(
-                f"{path} is damaged: it is not as the coordinator left it; move the data folder away, and restore a "
-                f"backup (sparrow restore); if you changed it yourself, remove {sealed}"
+                f"{path} is damaged: it has changed since the coordinator stopped; move the data folder away, and "
+                f"restore a backup (sparrow restore); if you changed it yourself, remove {sealed}"
             )
         sealed.unlink()
         # The seal must be gone before anything is written.
@@ -179,8 +179,8 @@ def check_revision(connection: Connection) -> None:
     revision = str(connection.scalar(select(REVISION.c.version_num)) or "")
     if revision > newest_revision():
         raise NewerRecords(
-            f"the records are of a newer version of Sparrow (tables {revision}, this one knows {newest_revision()}); "
-            f"install that version, or restore an earlier backup (sparrow restore)"
+            f"the records were written by a newer version of Sparrow (tables {revision}, this version supports "
+            f"{newest_revision()}); install that version, or restore an earlier backup (sparrow restore)"
         )
 
 

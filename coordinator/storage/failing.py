@@ -138,7 +138,7 @@ class Troubles:
 
 def _of_disk(error: OSError) -> Unavailable:
     if error.errno in NO_ROOM:
-        return DiskFull("the coordinator's disk is full; retry after its operator has made room")
+        return DiskFull("the coordinator's disk is full; retry when its operator has freed some space")
     return Unavailable("the coordinator cannot use its data folder at the moment; retry, or ask its operator")
 
 
@@ -162,7 +162,7 @@ def of_database(error: SQLAlchemyError | sqlite3.Error) -> Unavailable:
     cause = getattr(error, "orig", None) or error
     full = "database or disk is full" in str(cause) or getattr(cause, "sqlstate", None) == DISK_FULL_STATE
     if full:
-        return DiskFull("the disk of the coordinator's records is full; retry after its operator has made room")
+        return DiskFull("the disk of the coordinator's records is full; retry when its operator has freed some space")
     if "database is locked" in str(cause) or getattr(cause, "sqlstate", None) == LOCKED_STATE:
         return Unavailable("another program keeps the coordinator's records locked; retry later")
     return Unavailable("the coordinator cannot reach its records at the moment; retry later")
@@ -179,6 +179,6 @@ def database_errors(folder: Path) -> Iterator[None]:
     except (SQLAlchemyError, sqlite3.Error) as error:
         trouble = of_database(error)
         if isinstance(trouble, DiskFull) or (folder.is_dir() and shutil.disk_usage(folder).free < SQLITE_NEEDS):
-            raise DiskFull(f"the disk of {folder}, or of the database, is full; make room") from error
+            raise DiskFull(f"the disk of {folder}, or of the database, is full; free some space") from error
         said = " ".join(str(getattr(error, "orig", None) or error).split())[:300]
         raise Unavailable(f"the database failed: {said}; check that it is running, and its address") from error

@@ -136,7 +136,7 @@ class SharedDatabase:
         if newly:
             log.info("this process now moves rounds")
         elif self._epoch is None and before is not None:
-            log.warning("another process now moves rounds: this one was stopped for too long")
+            log.warning("another process now runs the rounds: this one was stopped for too long")
         return self._epoch is not None, newly
 
     @property
@@ -147,14 +147,14 @@ class SharedDatabase:
     def check_moves(self, session: Session) -> None:
         """Raise Unavailable if this process was replaced; the transaction must have taken its turn."""
         if self._epoch is None or session.scalar(_EPOCH) != self._epoch:
-            raise Unavailable("another process now moves rounds")
+            raise Unavailable("another process now runs the rounds")
 
     def check_lease(self) -> None:
         """Raise Unavailable if the lease has expired and no process has taken it over. Raises DBAPIError."""
         with self._engine.connect() as connection:
             row = connection.execute(_LOOK).first()
         if row is None or row[1] < -LEASE_SECONDS:
-            raise Unavailable("no process moves rounds: the lease has expired, and none could take it over")
+            raise Unavailable("no process runs the rounds: the lease has expired, and none could take it over")
 
     def _held_epoch(self) -> int | None:
         """Return the epoch of the lease if this process holds it or can take it over now."""

@@ -292,7 +292,7 @@ class Store:
             self.shared.keep_lease(is_alive)
 
     def check_lease(self) -> None:
-        """Raise Unavailable if no process moves rounds."""
+        """Raise Unavailable if no process runs the rounds."""
         if self.shared is not None:
             with self.troubles.of_records(writes=False):
                 self.shared.check_lease()

@@ -181,7 +181,7 @@ def check_budget(budget: object) -> None:
     """Raise BadArgument unless ``budget`` is a number above 0 and up to 1."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
         raise BadArgument(
-            f"budget={budget!r} cannot work; give the share of each layer's neurons to train, above 0 and up to 1, or "
+            f"budget={budget!r} is invalid; give the share of each layer's neurons to train, above 0 and up to 1, or "
             f"None to choose an affordable one"
         )
 

@@ -61,7 +61,7 @@ class LocalNoise:
         for name, value in (("local_noise", self.multiplier), ("local_clip", self.clip)):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not 0 < value < math.inf:
-                raise BadArgument(f"{name}={value!r} cannot work; give a number above 0")
+                raise BadArgument(f"{name}={value!r} is invalid; give a number above 0")
 
     @classmethod
     def asked(cls, multiplier: float | None, clip: float | None) -> LocalNoise | None:

@@ -169,8 +169,8 @@ class Trust:
         """Check a publication that replaces an earlier one."""
         if terms.edition < before.edition:
             raise BadPublication(
-                f"the coordinator went back from edition {before.edition} of the model to {terms.edition}; this device "
-                f"does not train it"
+                f"the coordinator has replaced edition {before.edition} of the model by edition {terms.edition}; this "
+                f"device does not train it"
             )
         same = (terms.manifest, terms.graphs) == (before.manifest, before.graphs)
         if self._demands.pin_model and not same:

@@ -1,4 +1,4 @@
-"""Tasks: the data of one device, and the model and loss that PyTorch trains with.
+"""Tasks: the data of one device, with the model and the loss for training with PyTorch.
 
 Built-in tasks and those of other packages register a loader under the entry point ``sparrow.tasks``; users make a
 ``Task`` directly. ``mnist:leaf`` names one of several networks of a task.
@@ -36,13 +36,13 @@ OWN = "npz"
 
 
 class Batches(Protocol):
-    """The interface of a task's data, which lists of batches and torch's DataLoader have.
+    """Protocol of a task's data; lists of batches and torch's DataLoader implement it.
 
     An optional ``shuffled`` yields the batches in an order drawn from its argument, a numpy Generator.
     """
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield (inputs, targets), batch first: numpy arrays, or anything that ``as_arrays`` takes."""
+        """Yield (inputs, targets), batch first: numpy arrays, or other values that ``as_arrays`` accepts."""
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -165,19 +165,19 @@ class Task:
 
     @property
     def measured(self) -> dict[str, Metric]:
-        """The metrics by name."""
+        """Metrics by name."""
         named = self.metrics
         return dict(named) if isinstance(named, Mapping) else {name: METRICS[name] for name in named}
 
     @property
     def held_out(self) -> Batches:
-        """The data that accuracy is reported on."""
+        """The data for reported accuracies."""
         return self.validation if self.test is None else self.test
 
 
 @dataclass(frozen=True)
 class Seeded:
-    """A model to be built by ``build``, a class or function without arguments.
+    """A model that ``build``, a class or function without arguments, creates.
 
     ``publish`` and ``join`` call it under the federation's seed, so that all devices have the same initial weights,
     even weights that are never sent. It is called only if PyTorch trains.

@@ -1,4 +1,4 @@
-"""Accelerator, threads, memory format and precision of this device; the defaults change nothing."""
+"""Accelerator, threads, memory format and precision of this device; by default PyTorch's own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Compute:
         return torch.autocast(self.device, dtype=torch.bfloat16)
 
     def wait(self) -> None:
-        """Wait until the device has finished its work, so that a clock can be read."""
+        """Synchronise with the device, for timing."""
         if self.device == "cuda":
             import torch
 

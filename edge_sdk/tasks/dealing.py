@@ -1,4 +1,4 @@
-"""The part of a shared data set that a device holds, by the text of ``--data``.
+"""Assignment of parts of a shared data set to devices, from the options of ``--data``.
 
     PATH,partition=dirichlet,alpha=0.1,index=3,of=100,seed=0
 
@@ -35,7 +35,7 @@ DEVICES = 10
 
 
 class Partition(Protocol):
-    """Deals a data set; registered under the entry point ``sparrow.partitions`` (see ``partition``)."""
+    """Protocol of partitions, which are registered under the entry point ``sparrow.partitions`` (see ``partition``)."""
 
     def __call__(self, labels: Array, people: Array | None, *, of: int, seed: int, **options: float) -> list[Index]:
         """Return each device's indices, sorted, without repeats, identical on every machine. Raises DataError."""
@@ -187,7 +187,7 @@ def _values(texts: Mapping[str, str], partition: str, advice: str) -> tuple[dict
 
 
 def check_keys(text: str, more: Sequence[str]) -> None:
-    """Raise BadOption, before a file is read, for a ``key=value`` of neither the dealing nor ``more``."""
+    """Raise BadOption for unknown keys, before a file is read. more: additional valid keys."""
     entries = _entries(text)
     given = dict(entry.partition("=")[::2] for entry in entries)
     named = [name.strip() for key, name in given.items() if key.strip() == "partition"]
@@ -346,7 +346,7 @@ def _dealt_samples(dataset: Dataset, dealing: Dealing) -> tuple[Index, Index]:
 
 
 def all_training_samples(dataset: Dataset, dealing: Dealing, *, device: str) -> Index:
-    """Return the training samples of all devices, each once; they are the same on every device."""
+    """Return the training samples of all devices without repeats, identical on every device."""
     _, of = place(dataset, dealing, device=device)
     return _union(dataset, replace(dealing, index=None), of, "train")
 

@@ -1,4 +1,4 @@
-"""Images decoded once into a mapped file of the cache folder, which processes share in memory.
+"""Images, decoded once into a memory-mapped file in the cache folder, which processes share.
 
 Files in the cache, ``$XDG_CACHE_HOME/sparrow`` or ``~/.cache/sparrow``, may be deleted at any time.
 """
@@ -48,7 +48,7 @@ def decode_images(
 
 
 def cache_folder() -> Path:
-    """Return the cache folder, whose files can be made again."""
+    """Return the cache folder."""
     return user_folder("XDG_CACHE_HOME")
 
 

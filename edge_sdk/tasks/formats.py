@@ -1,4 +1,4 @@
-"""File formats of a task's samples; a folder's content decides which format is read.
+"""File formats of a task's samples; in a folder, the format follows from its files.
 
     npz          x_train, y_train and optionally x_test, y_test; or x, y and optionally test (true: published test
                  part). Optional: person, watch (true: recorded with a watch, false: with a phone) and run (number of
@@ -76,7 +76,7 @@ class SampleFormat:
 
 @dataclass(frozen=True)
 class _Part:
-    """One file's unchecked samples; ``source`` names it in messages."""
+    """Unchecked samples of a file; ``source`` is its name in messages."""
 
     source: str
     inputs: Array
@@ -91,7 +91,7 @@ class _Part:
 
 
 def read_dataset(path: str | None, wanted: SampleFormat) -> Dataset:
-    """Return the set at ``path``, a file or a folder; a process reads it again only if its time stamp changes.
+    """Return the data set at ``path``, a file or a folder; cached until its time stamp changes.
 
     Raises DataError.
     """
@@ -373,9 +373,9 @@ def _first(folder: Path, names: Iterable[str]) -> Path | None:
 
 
 def _join(parts: Sequence[_Part], wanted: SampleFormat, training: int = 1, inputs: Array | None = None) -> Dataset:
-    """Return the parts one after another; the first ``training``, or samples outside ``test``, are to train on.
+    """Concatenate parts; the first ``training`` samples, or the samples outside ``test``, are training data.
 
-    inputs: of all parts, if they are one array already.
+    inputs: of all parts, if already one array.
     """
     source = parts[0].source
     for part in parts:
@@ -497,7 +497,9 @@ def _checked(source: str, inputs: Array, labels: Array, wanted: SampleFormat) ->
 
 
 def _numbered(source: str, labels: Array, wanted: SampleFormat) -> NDArray[np.int64]:
-    """Return classes as numbers; as many names as the task has classes are numbered in order. Raises DataError."""
+    """Return class indices; names are numbered in sorted order if their number equals the number of classes. Raises
+    DataError.
+    """
     if labels.dtype.kind in "iub":
         return labels.astype(np.int64)
     # pandas stores integers as floats if one is missing.

@@ -45,7 +45,7 @@ Pair = tuple[Any, Any]
 
 
 def take_in(task: Task, manifest: Manifest) -> Task:
-    """Return the task with data that engines, or the federation's preparation, can use.
+    """Return the task with data converted for engines, or for the federation's preparation.
 
     A task without prepared data gives raw samples if the federation has a preparation. Raises BadArgument, naming the
     loader.
@@ -96,7 +96,7 @@ def suited(task: Task, taken: Taken) -> Task:
 
 
 class Fit(Protocol):
-    """Conversion of batches: the same batch if it needs no change, None if no sample is left."""
+    """Converts a batch; returns the same batch if no change is needed, None if no sample is left."""
 
     def pair(self, batch: Any, where: str) -> Pair | None:
         """Return the converted batch; ``where`` names it in messages. Raises BadArgument."""
@@ -273,7 +273,7 @@ class _Loader:
     # --- batches ---------------------------------------------------------------------------------------------------
 
     def pair(self, batch: Any, where: str) -> Any:
-        """Return a batch in the form of the engines: the same one if possible, None if it has no sample."""
+        """Convert a batch for the engines; returns the same object if possible, None for an empty batch."""
         if isinstance(batch, Mapping):
             keys = ", ".join(map(repr, list(batch)[:5]))
             raise self.wrong(
@@ -322,7 +322,7 @@ class _Loader:
         return counts
 
     def _kept(self, given: Any, array: Array, same: bool) -> Any:
-        """Return the given value if engines can read it and it has the values of ``array``, else the array."""
+        """Return the original value if engines can read it and it equals ``array``, else the array."""
         torch = sys.modules.get("torch")
         if not same or torch is None or not isinstance(given, torch.Tensor) or given.requires_grad:
             return array
@@ -394,8 +394,8 @@ class _Loader:
         if long_axes(shape) == long_axes(self._shape):
             return inputs.reshape(len(inputs), *self._shape), targets
         raise self.wrong(
-            f"samples have the shape {shape}, the federation's model takes {self._shape}; give samples of that shape, "
-            f"or join another federation",
+            f"samples have the shape {shape}, but the federation's model takes {self._shape}; give samples of that "
+            f"shape, or join another federation",
             where,
         )
 
@@ -530,7 +530,7 @@ class _Suit:
 
 
 def _has_labels(manifest: Manifest) -> bool:
-    """Return whether targets can be one class index a sample."""
+    """Return whether targets can be one class index per sample."""
     numbers = manifest.targets is not None and manifest.targets.kind == "numbers"
     return not numbers and len(manifest.output_shape) == 1 and manifest.output_shape[0] > 1
 
@@ -557,7 +557,7 @@ def long_axes(shape: tuple[int, ...]) -> list[int]:
 
 
 def _first_not_finite(values: Array) -> int | None:
-    """Return the first sample with a value that is NaN or infinite, if any."""
+    """Return the index of the first sample with a NaN or infinite value, if any."""
     if values.dtype.kind != "f" or not values.size:
         return None
     rows = max(1, CHUNK // max(1, values.size // len(values)))

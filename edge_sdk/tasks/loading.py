@@ -26,7 +26,7 @@ EVALUATION_BATCH = 32
 
 
 def label_names(labels: Array) -> str:
-    """Return labels for a message, each once, at most five: ``label 7`` or ``labels 7, 9``."""
+    """Format at most five distinct labels for a message: ``label 7`` or ``labels 7, 9``."""
     found = np.unique(labels)
     names = ", ".join(map(str, found[:5])) + (", ..." if len(found) > 5 else "")
     return f"label{'s' if len(found) > 1 else ''} {names}"
@@ -133,7 +133,7 @@ class Reshaped:
         return len(self.samples)
 
     def take(self, chosen: Positions) -> tuple[Array, Array]:
-        """Return the inputs in that shape, and targets of ``chosen``."""
+        """Return the reshaped inputs and the targets of ``chosen``."""
         inputs, targets = self.samples.take(chosen)
         return inputs.reshape(-1, *self.shape), targets
 
@@ -151,7 +151,7 @@ def _take(array: Any, chosen: Positions) -> Any:
 
 @dataclass(frozen=True)
 class ArrayBatches:
-    """Batches over samples in memory, in their order or ``shuffled``; the last one may be smaller."""
+    """Batches over samples in memory, in order or ``shuffled``; the last batch may be smaller."""
 
     # A DataLoader collates sample by sample in Python, which costs several training steps for small images.
 
@@ -215,7 +215,7 @@ class ScaledError:
 
 
 def batched(parts: Mapping[str, Samples | None], batch_size: int) -> dict[str, Any]:
-    """Return the batches of a task's parts by field, as far as given."""
+    """Return the batches of a task's given parts, by field."""
     sizes = {"validation": EVALUATION_BATCH, "test": EVALUATION_BATCH}
     return {
         use: ArrayBatches(samples, sizes.get(use, batch_size)) for use, samples in parts.items() if samples is not None

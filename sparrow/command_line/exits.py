@@ -20,15 +20,15 @@ class Exit(enum.IntEnum):
 
 
 MEANINGS = {
-    Exit.DONE: "done",
-    Exit.FAILED: "failed for another reason; read the line on stderr",
-    Exit.USAGE: "wrong usage: an option, argument, address or setting cannot work; correct it",
-    Exit.CANNOT: "this machine cannot do it: a package is not installed, or its memory is too small",
-    Exit.UNREACHABLE: "no coordinator answers, or its database does not; try again later",
-    Exit.REFUSED: "a token is missing, wrong or of another kind; set a valid one",
+    Exit.DONE: "success",
+    Exit.FAILED: "another failure; read the message on stderr",
+    Exit.USAGE: "usage error: correct the option, argument, address or setting",
+    Exit.CANNOT: "this machine cannot run the command: a package is missing, or memory is too small",
+    Exit.UNREACHABLE: "the coordinator or its database does not answer; try again later",
+    Exit.REFUSED: "a token is missing, invalid or of the wrong kind; set a valid token",
     Exit.NOT_FOUND: "a file, federation, task, method, model or token does not exist",
-    Exit.FULL: "the disk is full, here or at the coordinator; free some space and run the command again",
-    Exit.INTERRUPTED: "interrupted by Ctrl-C or SIGTERM, or answered with no; state is kept",
+    Exit.FULL: "the disk of this machine or of the coordinator is full; free some space and run the command again",
+    Exit.INTERRUPTED: "interrupted by Ctrl-C or SIGTERM, or not confirmed; state is kept",
 }
 
 

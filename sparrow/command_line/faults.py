@@ -43,5 +43,5 @@ def _explained(fault: Any, known: Iterable[str]) -> str:
         return str(fault["ctx"]["error"])
     if kind in WANTED:
         met = given if str(given).strip() else repr(given)
-        return f"{met} cannot work; give {WANTED[kind].format(**fault.get('ctx', {}))}"
+        return f"{met} is invalid; give {WANTED[kind].format(**fault.get('ctx', {}))}"
     return str(fault["msg"])

@@ -1,4 +1,4 @@
-"""Addresses of this machine: those that mean the caller itself, and the one in its network."""
+"""Addresses of this machine: loopback and wildcard addresses, and its address in the local network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ELSEWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether calls to this host stay on the calling machine."""
+    """Return whether a host is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_unspecified(host: str) -> bool:
-    """Return whether this host means all addresses of a machine: 0.0.0.0 or ::."""
+    """Return whether a host is a wildcard address: 0.0.0.0 or ::."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -27,12 +27,14 @@ def is_unspecified(host: str) -> bool:
 
 
 def means_caller(host: str) -> bool:
-    """Return whether this host means the calling machine itself, and so never another one."""
+    """Return whether a host always refers to the calling machine."""
     return is_loopback(host) or is_unspecified(host)
 
 
 def in_network(*versions: int) -> str | None:
-    """Return this machine's address in its network, for the first available of these IP versions; None without one."""
+    """Return this machine's address in its network, for the first available of these IP versions; None if there is
+    none.
+    """
     for version in versions or (4, 6):
         family = socket.AF_INET if version == 4 else socket.AF_INET6
         # OSError: there is no network, or none of this version.
@@ -45,5 +47,5 @@ def in_network(*versions: int) -> str | None:
 
 
 def in_url(host: str) -> str:
-    """Return a host as in a URL, with IPv6 addresses in brackets."""
+    """Return a host for use in a URL, with IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""A model cut into blocks, and their selection within a budget (pFedGate, arXiv:2305.02776, section 5.2).
+"""A model divided into blocks, and the selection of blocks within a budget (pFedGate, arXiv:2305.02776, section 5.2).
 
 A block is a run of one tensor's values in row-major order; blocks are numbered through the model, tensor after tensor.
 The first block of every tensor is always on; a knapsack over importances selects others, for the whole model or each
@@ -49,7 +49,7 @@ def split(size: int, count: int, smallest_share: float) -> tuple[int, ...]:
 
 
 def whole_rows(sizes: Sequence[int], row: int) -> tuple[int, ...]:
-    """Return ``sizes`` with block ends moved to the nearest multiple of ``row`` values, without empty blocks."""
+    """Return ``sizes`` with block boundaries moved to the nearest multiple of ``row`` values, without empty blocks."""
     ends = [max(row, (end + row // 2) // row * row) for end in accumulate(sizes)]
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False) if end > start)
 
@@ -88,7 +88,7 @@ class BlockTable:
 
     @cached_property
     def forced(self) -> Selection:
-        """The blocks that are always on, [L]: the first of every tensor."""
+        """The blocks that are always selected, [L]: the first block of every tensor."""
         return np.array([place == 0 for sizes in self.tensors.values() for place in range(len(sizes))], dtype=bool)
 
     @cached_property
@@ -180,7 +180,7 @@ class Runs:
 
     @classmethod
     def of(cls, view: tuple[int, ...], sizes: Sequence[int], on: Selection) -> Runs:
-        """Return the ``on`` blocks of a tensor cut into ``sizes``."""
+        """Return the blocks marked ``on`` of a tensor that is divided into ``sizes``."""
         spans: list[tuple[int, int]] = []
         for end, size, wanted in zip(accumulate(sizes), sizes, on.tolist(), strict=True):
             if wanted and spans and spans[-1][1] == end - size:
@@ -308,7 +308,7 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
 
 
 def _greedy(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int) -> Selection:
-    """Return the densest items first, or the best single one: at least half of the optimal value."""
+    """Return a greedy selection by value per size, or the best single item: at least half of the optimal value."""
     chosen = np.zeros(values.shape, dtype=bool)
     # Items without cost always fit.
     order = np.argsort(-values / np.maximum(sizes, 1), axis=1, kind="stable")

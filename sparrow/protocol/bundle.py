@@ -1,4 +1,4 @@
-"""Bundles: packed values in transit, as a safetensors file with only the values of its mask.
+"""Bundles: packed values for transfer, as a safetensors file that contains only the values of its mask.
 
     8 bytes   length of the header, little endian
     header    JSON: {"__metadata__": {...}, "values": {...}, "mask": {...}, ...}
@@ -176,7 +176,7 @@ def _written(metadata: dict[str, str], data: Mapping[str, _Tensor]) -> bytes:
 
 
 def _encoded(name: str, numbers: Numbers) -> _Tensor:
-    """Return a method's part as a tensor."""
+    """Return a part of a method as a tensor."""
     if type_of(name, numbers) == "sign":
         packed = pack_signs(numbers)
         return WIRE_TYPES["sign"], len(packed), packed
@@ -249,7 +249,7 @@ def _masked(
     report: str,
     sizes: Mapping[str, int],
 ) -> Bundle:
-    """Return a bundle of masked values, which may only have extras and a mask."""
+    """Decode a bundle of masked values, which may contain only extras and a mask."""
     if not data.keys() <= {"values", "extras", "mask"}:
         raise BundleError("masked values must not have scales or a method's parts; encode with protocol.bundle")
     words, extras = (np.frombuffer(data.get(name, b""), f"<u{_MASKED[dtype]}") for name in ("values", "extras"))
@@ -271,7 +271,7 @@ def _decode_quantised(manifest: Manifest, mask: Mask | None, data: Mapping[str, 
 
 
 def _numbers(name: str, data: memoryview, wanted: Expected) -> Numbers:
-    """Return the numbers of a method's part."""
+    """Return the numbers in a part of a method."""
     if wanted.dtype == "sign":
         return unpack_signs(name, data, wanted.most)
     numbers = _from_bytes(data, "fp32")
@@ -318,7 +318,9 @@ def _digest(header: dict[str, Any], parts: list[bytes | memoryview] | list[memor
 
 
 def _all_finite(values: NDArray[np.floating[Any]]) -> bool:
-    """Return whether all values are finite, without an array of flags: by the sum, or by extremes if it overflows."""
+    """Return whether all values are finite. Uses the sum, or the extremes if it overflows, to avoid an array of
+    flags.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(values.sum()):
             return True
@@ -326,7 +328,7 @@ def _all_finite(values: NDArray[np.floating[Any]]) -> bool:
 
 
 def _to_bytes(values: Array, precision: Precision) -> memoryview:
-    """Return little-endian bytes in the wire's precision; for float32 a view, no copy."""
+    """Return little-endian bytes in the wire's precision; a view for float32, otherwise a copy."""
     if not _all_finite(cast(NDArray[np.floating[Any]], values)):
         raise BundleError("training diverged: a value is not finite; lower the learning rate or set a clip")
     single = np.ascontiguousarray(values, dtype="<f4")
@@ -430,7 +432,7 @@ def _allowed_types(name: str, parts: Mapping[str, Expected]) -> dict[str, int]:
 
 
 def _check_layout(entries: dict[str, tuple[str, int, int, int]], length: int) -> None:
-    """Raise BundleError unless tensors follow each other without gap, overlap or rest."""
+    """Raise BundleError unless tensors are contiguous and fill the data section."""
     end = 0
     for name, (_, _, low, high) in entries.items():
         if low != end:

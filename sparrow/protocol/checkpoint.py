@@ -40,7 +40,7 @@ def load(body: bytes) -> tuple[Tensors, str]:
 
 
 def read_note(body: bytes) -> str:
-    """Return only the note, or "" without one; tensors are not read. Raises BundleError."""
+    """Return the note, or "" if there is none, without reading tensors. Raises BundleError."""
     if len(body) < 8:
         raise BundleError(f"{len(body)} bytes are too few for a safetensors file; send the whole file")
     (length,) = struct.unpack("<Q", body[:8])

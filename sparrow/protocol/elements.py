@@ -63,11 +63,11 @@ class ElementMask:
         return hashlib.sha256(self.bits).hexdigest()
 
     def without(self, other: ElementMask) -> ElementMask:
-        """Return the elements of this mask that are not in ``other``."""
+        """Return the mask of elements that are in this mask but not in ``other``."""
         return ElementMask({name: flags & ~other.exists[name] for name, flags in self.exists.items()})
 
     def apply(self, tensors: Tensors) -> Tensors:
-        """Return the maskable ones of ``tensors``, float32, with 0 at missing elements."""
+        """Return the maskable tensors, float32, with 0 at missing elements."""
         # A product would leave zeros of both signs.
         return {name: np.where(flags, tensors[name], np.float32(0)) for name, flags in self.exists.items()}
 
@@ -125,7 +125,7 @@ def check_elements(manifest: Manifest, mask: ElementMask) -> None:
 
 
 def from_bits(manifest: Manifest, data: bytes | memoryview) -> ElementMask:
-    """Return the mask of these bits. Raises ManifestError."""
+    """Return the mask with these bits. Raises ManifestError."""
     return _split(manifest, unpack_flags(data, manifest.maskable_values, "weights"))
 
 
@@ -150,7 +150,7 @@ def difference(old: ElementMask, new: ElementMask) -> bytes:
 
 
 def apply_difference(manifest: Manifest, old: ElementMask, data: bytes | memoryview) -> ElementMask:
-    """Return ``old`` changed by the difference ``data``. Raises ManifestError."""
+    """Apply the difference ``data`` to the mask ``old``. Raises ManifestError."""
     encoded = np.frombuffer(data, dtype=np.uint8)
     ends = np.flatnonzero(encoded != 255)
     if len(encoded) and (len(ends) == 0 or ends[-1] != len(encoded) - 1):

@@ -9,8 +9,9 @@ from .failures import Failure
 
 
 class SdkError(Exception):
-    """Base of every error that a caller can handle. exit_code: of a command that ends with it. failure: what a device
-    reports to its coordinator instead of the text."""
+    """Base class of all errors that a caller can handle. exit_code: of a command that ends with it. failure: what a
+    device reports to its coordinator instead of the text.
+    """
 
     exit_code: ClassVar[Exit] = Exit.FAILED
     failure = Failure("other")
@@ -35,24 +36,24 @@ class MissingPart(SdkError):
 
 # pydantic reports a validator's ValueError as a fault of the data.
 class ProtocolError(SdkError, ValueError):
-    """The data breaks the contract between device and coordinator."""
+    """Data violates the contract between device and coordinator."""
 
     failure = Failure("bad-work")
 
 
 class ManifestError(ProtocolError):
-    """A model's description is inconsistent, or does not fit its tensors."""
+    """A manifest is inconsistent, or does not match the tensors."""
 
     failure = Failure("bad-work/manifest")
 
 
 class BundleError(ProtocolError):
-    """Bytes that are not a bundle, or not one for this manifest."""
+    """Invalid bundle, or a bundle for another manifest."""
 
     failure = Failure("bad-payload")
 
 
 class GraphError(ProtocolError):
-    """A graph that the manifest does not name, or that a device must not run."""
+    """A graph is not in the manifest, or is not safe to run."""
 
     failure = Failure("bad-work/graph")

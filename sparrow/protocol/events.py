@@ -1,4 +1,4 @@
-"""Events of a federation: the one list of their kinds, for the timeline, its marks in charts, and webhooks.
+"""Kinds of federation events, for the timeline, chart marks and webhooks.
 
 An event has a start and no duration. The end of a failure or a pause is a separate event.
 """
@@ -63,7 +63,7 @@ class AlertKind(str, Enum):
 
 
 class Alert(Answer):
-    """The beginning or end of a condition."""
+    """The start or end of an alert condition."""
 
     kind: AlertKind
     federation: str | None = Field(description="Null for the whole coordinator")
@@ -79,7 +79,7 @@ class SentEvent(Event):
 
 
 class Notification(Answer):
-    """The body of a webhook's call. An event may come twice; its id is the same then."""
+    """The body of a webhook delivery. An event may be delivered twice, with the same id."""
 
     sent_at: str
     dropped: int = Field(description="Events that were dropped before these, because too many waited")

@@ -173,7 +173,7 @@ def choice(pool: Pool | None, evidence: Evidence | None, there: Collection[str] 
 
 
 def _most(gains: Array, missing: NDArray[np.bool_]) -> int:
-    """Return the index of the largest gain; 0 is the global model."""
+    """Return the index of the largest gain, with 0 for the global model."""
     return int(np.where(missing, -np.inf, gains).argmax())
 
 

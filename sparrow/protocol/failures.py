@@ -1,4 +1,4 @@
-"""The failures that a device reports: the only information about an error that a coordinator gets.
+"""The failures that a device can report to a coordinator instead of error messages.
 
 An error's text may contain file names or data, so it stays in the device's log. The device sends a failure from this
 list, ``TYPE`` or ``TYPE/CODE``, with different codes for different remedies. Two types take more codes: program-error
@@ -186,7 +186,7 @@ def program_error(name: str) -> Failure:
 
 
 def nothing_trained(last: Failure | None) -> Failure:
-    """Return the failure of a device that leaves without any success. last: its last failure."""
+    """Return the failure of a device that leaves without a successful round. last: its last failure."""
     code = "" if last is None else last.replace("/", "-")
     return Failure(f"nothing-trained/{code}" if code in LAST else "nothing-trained")
 
@@ -198,7 +198,9 @@ def is_builtin_exception(name: str) -> bool:
 
 
 def explain(reason: str) -> Explanation | None:
-    """Return the explanation of a failure, None for another reason. An unknown code gets its type's."""
+    """Return the explanation of a failure; None if the text is not a failure. An unknown code gets the explanation of
+    its type.
+    """
     if reason in FAILURES:
         return FAILURES[reason]
     kind, _, code = reason.partition("/")
@@ -214,6 +216,6 @@ def explain(reason: str) -> Explanation | None:
 
 
 def in_words(reason: str) -> str:
-    """Return a reason for people: a failure's explanation, or other text unchanged."""
+    """Return a readable reason: the explanation of a failure, or other text unchanged."""
     explanation = explain(reason)
     return reason if explanation is None else str(explanation)

@@ -88,13 +88,15 @@ def budget_groups(manifest: Manifest, per: BudgetPer, budget: float, cost: str) 
 
 
 def _step_flops(forward: Sequence[int], gradients: Sequence[int]) -> int:
-    """Return the FLOPs of a sample's step. Only layers after the first trained one need their input's gradient."""
+    """Return the FLOPs of a training step per sample. Only layers after the first trained layer need input
+    gradients.
+    """
     first = next((place for place, flops in enumerate(gradients) if flops), len(gradients))
     return sum(forward) + sum(forward[first + 1 :]) + sum(gradients)
 
 
 def _layer_flops(manifest: Manifest, mask: Mask | None, *, trained: bool = False) -> list[int]:
-    """Return each counted layer's forward FLOPs per sample, in forward order; trained: only of trained weights."""
+    """Return each counted layer's forward FLOPs per sample, in forward order. trained: count only trained weights."""
     specs = {spec.name: spec for spec in manifest.tensors}
     flops = []
     for layer in manifest.layers:

@@ -69,7 +69,7 @@ MetricName = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class NeuronGroup(Record):
-    """The ``size`` neurons of one hidden layer, or of several whose outputs are added."""
+    """The ``size`` neurons of a hidden layer, or of several layers whose outputs are added."""
 
     name: Name
     size: Size
@@ -83,14 +83,14 @@ class Segment(Record):
 
 
 class Constant(Record):
-    """Every value begins as ``value``."""
+    """All initial values equal ``value``."""
 
     kind: Literal["constant"] = "constant"
     value: float
 
 
 class Uniform(Record):
-    """Values begin uniform in [-bound, bound), drawn by ``initial_values``."""
+    """Initial values are uniform in [-bound, bound), drawn by ``initial_values``."""
 
     kind: Literal["uniform"] = "uniform"
     bound: float = Field(ge=0, allow_inf_nan=False)
@@ -275,7 +275,7 @@ class Manifest(Record):
                 )
 
     def _check_bytes(self) -> None:
-        """Raise ValueError for more bytes than either side should allocate."""
+        """Raise ValueError if the model exceeds the size that either side may allocate."""
         total = sum(spec.bytes for spec in (*self.tensors, *(self.outputs or ())))
         if total > MAX_MODEL_BYTES:
             raise ValueError(
@@ -305,7 +305,7 @@ class Manifest(Record):
 
     @cached_property
     def shared(self) -> tuple[TensorSpec, ...]:
-        """The tensors that are sent, in state-dict order, and then the outputs."""
+        """The transferred tensors, in state-dict order, followed by the outputs."""
         return tuple(tensor for tensor in (*self.tensors, *(self.outputs or ())) if tensor.policy == "shared")
 
     @cached_property
@@ -317,7 +317,7 @@ class Manifest(Record):
 
     @cached_property
     def graphs(self) -> dict[GraphName, str]:
-        """The names of its graphs -> their SHA-256."""
+        """SHA-256 digests of the model's graphs, by name."""
         named: dict[GraphName, str | None] = {
             "skeleton": self.skeleton_sha256,
             "step": self.step_sha256,
@@ -328,20 +328,20 @@ class Manifest(Record):
 
     @cached_property
     def files(self) -> dict[FileName, str]:
-        """The names of its files -> their SHA-256."""
+        """SHA-256 digests of the model's files, by name."""
         named: dict[FileName, str | None] = {name: self.graphs[name] for name in self.graphs}
         named |= {"frozen": self.frozen_sha256, "first": self.first_sha256}
         return {name: digest for name, digest in named.items() if digest is not None}
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """For every shared tensor, the index of the first one with the same shape and axes."""
+        """For every shared tensor, the index of the first tensor with the same shape and axes."""
         first: dict[object, int] = {}
         return tuple(first.setdefault((spec.shape, spec.axes), place) for place, spec in enumerate(self.shared))
 
     @cached_property
     def kept(self) -> tuple[TensorSpec, ...]:
-        """The tensors of a device's personal model: shared ones, and those that stay on the device."""
+        """The tensors of a device's personal model: shared and personal tensors."""
         return tuple(tensor for tensor in self.tensors if tensor.policy in ("shared", "personal"))
 
     @cached_property
@@ -351,18 +351,18 @@ class Manifest(Record):
 
     @cached_property
     def first(self) -> tuple[TensorSpec, ...]:
-        """The tensors that stay on devices and have published first values, in state-dict order."""
+        """The personal tensors with published initial values, in state-dict order."""
         return tuple(each for each in self.tensors if each.policy == "personal" and isinstance(each.init, Data))
 
     @cached_property
     def published(self) -> tuple[TensorSpec, ...]:
-        """The tensors with values published by name: shared ones, and ``first``."""
+        """The tensors with published values: shared tensors and ``first``."""
         first = set(self.first)
         return tuple(each for each in self.tensors if each.policy == "shared" or each in first)
 
     @cached_property
     def whole(self) -> tuple[TensorSpec, ...]:
-        """The tensors of the forward pass: all except dropped ones."""
+        """The tensors of the forward pass: all except dropped tensors."""
         return tuple(tensor for tensor in self.tensors if tensor.policy != "dropped")
 
     @cached_property
@@ -449,7 +449,7 @@ class Manifest(Record):
         return self._digest_without("task", "preparation", "preparation_sha256", "targets")
 
     def _digest_without(self, *fields: str) -> str:
-        """Return the SHA-256 without these fields, training graphs and first weights."""
+        """Return the SHA-256 of the manifest without these fields, training graphs and initial weights."""
         left_out = dict.fromkeys(
             (*fields, "skeleton_sha256", "step_sha256", "evaluation_sha256", "first_sha256", "metrics"), True
         )
@@ -461,7 +461,7 @@ class Manifest(Record):
         return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
     def with_graphs(self, graphs: Mapping[GraphName, bytes]) -> Manifest:
-        """Return the same manifest with the digests of these ONNX graphs."""
+        """Return a copy with the digests of these ONNX graphs."""
         # model_copy would copy the cached digest.
         digests = {f"{name}_sha256": hashlib.sha256(graph).hexdigest() for name, graph in graphs.items()}
         return self._with(**digests)
@@ -470,11 +470,11 @@ class Manifest(Record):
         return Manifest.model_validate({**self.model_dump(), **fields})
 
     def with_values(self, which: Values, file: bytes) -> Manifest:
-        """Return the same manifest with the digest of this file of values."""
+        """Return a copy with the digest of this file of values."""
         return self._with(**{f"{which}_sha256": hashlib.sha256(file).hexdigest()})
 
     def with_private(self, names: Collection[str]) -> Manifest:
-        """Return the same manifest with these tensors personal."""
+        """Return a copy with these tensors personal."""
         tensors = [
             {**spec.model_dump(), "policy": "personal"} if spec.name in names else spec.model_dump()
             for spec in self.tensors
@@ -482,11 +482,11 @@ class Manifest(Record):
         return self._with(tensors=tensors) if names else self
 
     def with_outputs(self, outputs: Sequence[TensorSpec]) -> Manifest:
-        """Return the same manifest with these outputs."""
+        """Return a copy with these outputs."""
         return self._with(outputs=[each.model_dump() for each in outputs])
 
     def with_blocks(self, blocks: Mapping[str, Sequence[int]]) -> Manifest:
-        """Return the same manifest with these blocks. Raises ValueError unless they cover whole tensors."""
+        """Return a copy with these blocks. Raises ValueError unless they cover whole tensors."""
         return self._with(blocks=blocks)
 
     def check_tensors(
@@ -526,7 +526,7 @@ def initial_values(manifest: Manifest, seed: int, published: Tensors | None = No
 
 
 def own_initial_values(manifest: Manifest, seed: int, published: Tensors) -> Tensors:
-    """Return the first values of every personal tensor. published: of ``Manifest.first``."""
+    """Return the initial values of all personal tensors. published: values of ``Manifest.first``."""
     return {spec.name: _initial(spec, seed, published) for spec in manifest.kept if spec.policy == "personal"}
 
 

@@ -77,7 +77,7 @@ def draw_group(draw: NeuronDraw, group: str, size: int) -> Index:
 
 
 def draw_neurons(manifest: Manifest, draw: NeuronDraw) -> NeuronMask:
-    """Return the mask of ``draw`` for every hidden group of the manifest. Its arrays are read-only."""
+    """Draw the mask of ``draw`` for every hidden group of the manifest. Its arrays are read-only."""
     return _draw_groups(manifest.groups, draw)
 
 
@@ -126,7 +126,7 @@ def same_mask(one: Mask | None, other: Mask | None) -> bool:
 
 
 def axis_index(segments: tuple[Segment, ...], mask: NeuronMask, sizes: Mapping[str, int]) -> Index | None:
-    """Return the active entries of one axis, or None if all are."""
+    """Return the active entries of an axis; None if all are active."""
     if all(len(mask.active[segment.group]) == sizes[segment.group] for segment in segments):
         return None
     if len(segments) == 1 and segments[0].repeat == 1:
@@ -164,7 +164,7 @@ class Block:
         return math.prod(self.shape)
 
     def pairs(self) -> Block:
-        """Return the same block of an array [view[:2]] with one entry per pair of neurons."""
+        """Return the corresponding block of an array [view[:2]] with one entry per pair of neurons."""
         return Block(self.view[:2], self.rows, self.columns, self.shape[:2])
 
     def _run(self) -> int:
@@ -250,7 +250,7 @@ Part = Block | Points | Runs
 
 
 def block_of(manifest: Manifest, spec: TensorSpec, mask: Mask | None) -> Part:
-    """Return the active values of ``spec`` under ``mask`` (None: everything is active)."""
+    """Return the active values of ``spec`` in ``mask`` (None: all values)."""
     if isinstance(mask, BlockMask):
         table = manifest.block_table
         if spec.name not in table.tensors:
@@ -263,7 +263,7 @@ def block_of(manifest: Manifest, spec: TensorSpec, mask: Mask | None) -> Part:
 
 
 def neuron_block(manifest: Manifest, spec: TensorSpec, mask: NeuronMask | None) -> Block:
-    """Return the values of ``spec`` between active neurons."""
+    """Return the block of ``spec`` whose neurons are active on both axes."""
     view = neuron_view(manifest, spec)
     if mask is None or not any(spec.axes):
         return Block(view, None, None, view)
@@ -291,7 +291,7 @@ def blocks(manifest: Manifest, mask: Mask | None) -> Iterator[tuple[TensorSpec, 
 
 
 def count_values(manifest: Manifest, mask: Mask | None) -> int:
-    """Return the number of values in transit under ``mask``, including running statistics."""
+    """Return the number of transferred values with ``mask``, including running statistics."""
     if mask is None:
         return manifest.shared_values
     if isinstance(mask, ElementMask):
@@ -327,7 +327,7 @@ def unpack(manifest: Manifest, packed: Array, mask: Mask | None) -> Iterator[tup
 
 
 def unpack_whole(manifest: Manifest, packed: Array) -> Tensors:
-    """Return a packed whole model as tensors by name (views, no copy)."""
+    """Return the tensors of a packed complete model by name (views, no copy)."""
     return {spec.name: values.reshape(spec.shape) for spec, _, values in unpack(manifest, packed, None)}
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a mixture: several models of one kind, whose predictions are added with weights.
+"""Manifests of mixtures: several models with the same architecture, whose predictions are averaged with weights.
 
     p(y | x) = Σ_m π_m softmax(h_m(x))_y
 

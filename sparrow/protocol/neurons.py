@@ -127,7 +127,7 @@ def norm_scores(manifest: Manifest, tensors: Tensors, order: int) -> Scores:
 
 
 def best_neurons(scores: Scores, counts: Mapping[str, int], among: NeuronMask | None = None) -> NeuronMask:
-    """Return the ``counts`` best neurons of each group, ``among`` all or some; ties take the first."""
+    """Return the ``counts`` best neurons of each group, optionally ``among`` some; ties take the first."""
     best = {}
     for name, each in scores.items():
         index = np.arange(len(each)) if among is None else np.asarray(among.active[name])
@@ -141,7 +141,7 @@ def counts_at(manifest: Manifest, ratio: float) -> dict[str, int]:
 
 
 class CannotNarrow(ManifestError):
-    """The model does not run with fewer neurons."""
+    """The model does not support fewer neurons."""
 
 
 @dataclass(frozen=True)

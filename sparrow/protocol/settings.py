@@ -90,7 +90,7 @@ class Schedule(Request):
 
 
 class Selection(Request):
-    """The choice of a round's devices."""
+    """Selection of the devices of a round."""
 
     min_devices: int = Field(
         default=2,
@@ -123,7 +123,7 @@ class Selection(Request):
 
 
 class Training(Request):
-    """The training of a device in a round and at the end."""
+    """Training on a device, in a round and at the end."""
 
     optimizer: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="Local optimiser")
     learning_rate: float = Field(default=0.05, gt=0, le=100, description="Local learning rate in the first round")
@@ -191,12 +191,12 @@ class Training(Request):
         return self.personal_model != "last"
 
     def learning_rate_of(self, round_number: int) -> float:
-        """Return the learning rate of a round, counted from 1; before the first round, that of the first."""
+        """Return the learning rate of a round, counted from 1; before round 1, the learning rate of round 1."""
         return self.learning_rate * self.learning_rate_decay ** max(0, round_number - 1)
 
 
 class Stopping(Request):
-    """The end of a device's training."""
+    """Early stopping and the personal model."""
 
     early_stopping: Literal["validation", "paper", "off"] = Field(
         default="validation",
@@ -234,7 +234,9 @@ class Stopping(Request):
 
     @property
     def stop_patience(self) -> int:
-        """Participations without improvement that stop a device: ``patience``, or its rule's default."""
+        """Number of participations without improvement after which a device stops: ``patience``, or the rule's
+        default.
+        """
         return self.patience or (1 if self.early_stopping == "paper" else 10)
 
 
@@ -254,7 +256,7 @@ class Wire(Request):
 
 
 class Robustness(Request):
-    """Limits of one update's effect on the global model."""
+    """Limits on the effect of a single update on the global model."""
 
     update_norm_limit: Limit | None = Field(
         default=None,

@@ -62,12 +62,12 @@ def fingerprint(publisher: str) -> str:
 
 
 def same_fingerprint(one: str, other: str) -> bool:
-    """Return whether two fingerprints are equal in any grouping."""
+    """Return whether two fingerprints are equal, ignoring how digits are grouped."""
     return _digits(one) == _digits(other)
 
 
 def is_fingerprint(text: str) -> bool:
-    """Return whether a text is a fingerprint."""
+    """Return whether a string is a valid fingerprint."""
     digits = _digits(text)
     return len(digits) == 32 and set(digits) <= set("0123456789abcdef")
 

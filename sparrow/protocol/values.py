@@ -1,4 +1,4 @@
-"""A manifest's files of values: frozen values, and first values of tensors that stay on devices.
+"""Value files of a manifest: frozen values, and initial values of personal tensors.
 
 A file has the tensors in manifest order without names, little-endian and row-major, in their own type. Frozen float32
 tensors with at least two axes may be float16 (``frozen_precision``). Without names, the same backbone has the same file
@@ -20,7 +20,7 @@ File = bytes | memoryview | NDArray[np.uint8]
 
 
 def pack(manifest: Manifest, which: Values, tensors: Mapping[str, Array]) -> bytes:
-    """Return the file of these values. Raises ManifestError, naming the tensor, if a stored value is not finite."""
+    """Serialise these values to a file. Raises ManifestError, naming the tensor, if a value is not finite."""
     parts = []
     for spec, kind in _stored(manifest, which):
         with np.errstate(over="ignore"):
@@ -61,7 +61,7 @@ def unpack(manifest: Manifest, which: Values, file: File) -> Tensors:
 
 
 def _stored(manifest: Manifest, which: Values) -> Iterator[tuple[TensorSpec, np.dtype[np.generic]]]:
-    """Yield each tensor of the file with its stored type."""
+    """Yield the tensors of the file with their stored types."""
     specs: tuple[TensorSpec, ...] = getattr(manifest, which)
     for spec in specs:
         halved = manifest.frozen_precision == "float16" and spec.dtype == "float32" and len(spec.shape) > 1

@@ -104,9 +104,9 @@ def simulate(
     """
     _check_task(task, data, settings, server)
     if not isinstance(devices, int) or devices < 0:
-        raise BadArgument(f"devices: {devices!r} cannot work; give an integer from 0")
+        raise BadArgument(f"devices: {devices!r} is invalid; give an integer from 0")
     if isinstance(budgets, str) or not all(isinstance(each, int | float) for each in _several(budgets)):
-        raise BadArgument(f"budgets={budgets!r} cannot work; give shares of a full step, such as (0.3, 1.0)")
+        raise BadArgument(f"budgets={budgets!r} is invalid; give shares of a full step, such as (0.3, 1.0)")
     if server is not None and app is not None:
         raise BadArgument("give either the coordinator's address or its application")
     engine, compute = choose_compute(options.engine, options.accelerator, None, bfloat16=options.bfloat16)

@@ -155,9 +155,9 @@ def explain(error: BaseException) -> str | None:
             if "ALERT" in reason:
                 return f"it ended the TLS handshake ({reason.lower().replace('_', ' ')}); {_after_alert(reason)}"
             if reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG"):
-                return "it speaks no TLS; use http://, or give it a certificate (sparrow serve --ssl-certfile)"
+                return "it does not use TLS; use http://, or give it a certificate (sparrow serve --ssl-certfile)"
             if reason in ("UNSUPPORTED_PROTOCOL", "NO_PROTOCOLS_AVAILABLE"):
-                return f"it and this machine share no version of TLS ({cause.reason}); {NEWER}"
+                return f"it and this machine support no common version of TLS ({cause.reason}); {NEWER}"
         cause = cause.__cause__ or cause.__context__
     return None
 
@@ -219,7 +219,7 @@ def hint(error: Exception, server: str) -> str:
     return said
 
 
-USE_HTTPS = "it speaks TLS: use https://"
+USE_HTTPS = "it uses TLS: use https://"
 
 
 def speaks_tls(url: httpx.URL) -> bool:

@@ -57,11 +57,11 @@ def exploding() -> Task:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        *(({"budget": budget}, r"budget=.* cannot work; give the share") for budget in (0.0, 1.5, -1, "0.5")),
-        ({"budget": float("nan")}, "budget=nan cannot work"),
-        ({"threads": 0}, "threads=0 cannot work; give a whole number above 0"),
-        ({"memory_limit": -1}, "memory_limit=-1 cannot work"),
-        ({"patience_seconds": -1}, "patience_seconds=-1 cannot work"),
+        *(({"budget": budget}, r"budget=.* is invalid; give the share") for budget in (0.0, 1.5, -1, "0.5")),
+        ({"budget": float("nan")}, "budget=nan is invalid"),
+        ({"threads": 0}, "threads=0 is invalid; give a whole number above 0"),
+        ({"memory_limit": -1}, "memory_limit=-1 is invalid"),
+        ({"patience_seconds": -1}, "patience_seconds=-1 is invalid"),
         ({"accelerator": "gpu"}, "unknown accelerator 'gpu'; choose from auto, cpu, cuda"),
         ({"federation": "a/b"}, "cannot be a federation's name"),
         ({"name": ""}, "cannot be a device's name"),

@@ -155,10 +155,10 @@ def test_a_device_never_mixes_updates_with_and_without(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"local_noise": 0}, "local_noise=0 cannot work; give a number above 0"),
-        ({"local_noise": float("nan")}, "local_noise=nan cannot work"),
-        ({"local_noise": "much"}, "local_noise='much' cannot work"),
-        ({"local_noise": 1, "local_clip": -1}, "local_clip=-1 cannot work"),
+        ({"local_noise": 0}, "local_noise=0 is invalid; give a number above 0"),
+        ({"local_noise": float("nan")}, "local_noise=nan is invalid"),
+        ({"local_noise": "much"}, "local_noise='much' is invalid"),
+        ({"local_noise": 1, "local_clip": -1}, "local_clip=-1 is invalid"),
         ({"local_clip": 1.0}, "give both, or leave local_clip out"),
     ],
 )

@@ -162,7 +162,7 @@ def test_a_file_and_flags_change_single_limits(tmp_path):
             "pause_celcius = 75",
             "pause_celcius: there is no such setting (did you mean pause_celsius?); there are on_mains,",
         ),
-        ("pause_celsius = 'hot'", "pause_celsius: hot cannot work; give a number"),
+        ("pause_celsius = 'hot'", "pause_celsius: hot is invalid; give a number"),
         ("hours = 'night'", "'night' is not a time of day; give hours such as 22:00-07:00"),
         ("hours = '25:00-26:00'", "is not a time of day"),
         ("battery_start = 20\nbattery_stop = 40", "battery_stop is 40, above battery_start, 20"),

@@ -65,9 +65,9 @@ def test_outputs_of_one_chunk_and_of_several(model):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (SAMPLES[0], r"shape \(3,\), the model wants \(samples, 3\) \(add the batch axis with inputs\[None\]\)"),
-        (SAMPLES[:, :2], r"shape \(2, 2\), the model wants \(samples, 3\)$"),
-        (SAMPLES.astype(np.float64), r"float64, the model wants float32; .*astype\('float32'\)"),
+        (SAMPLES[0], r"shape \(3,\), the model expects \(samples, 3\) \(add the batch axis with inputs\[None\]\)"),
+        (SAMPLES[:, :2], r"shape \(2, 2\), the model expects \(samples, 3\)$"),
+        (SAMPLES.astype(np.float64), r"float64, the model expects float32; .*astype\('float32'\)"),
         (SAMPLES[:0], "has no samples"),
     ],
 )
@@ -268,7 +268,7 @@ def test_the_command_says_what_is_wrong(model, samples, tmp_path, capsys):
     assert "holds a" in run(model, "--input", archive)
     wide = tmp_path / "wide.npy"
     np.save(wide, np.zeros((2, 5), dtype=np.float32))
-    assert "the model wants (samples, 3)" in run(model, "--input", wide)
+    assert "the model expects (samples, 3)" in run(model, "--input", wide)
     assert "cannot be written" in run(model, "--input", samples, "--output", tmp_path / "no" / "y.npy")
 
 

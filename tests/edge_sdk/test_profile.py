@@ -224,8 +224,8 @@ def test_a_method_that_trains_the_whole_model_says_so(capsys):
         (["method=fedem"], Exit.USAGE, "cannot be profiled before its federation exists"),
         (["method=pfedgate"], Exit.USAGE, "cannot be profiled before its federation exists"),
         (["--data", "nowhere.npz"], Exit.NOT_FOUND, "nowhere.npz"),
-        (["batch_size=0"], Exit.USAGE, "batch_size: 0 cannot work; give a number of at least 1"),
-        (["momentum=2"], Exit.USAGE, "momentum: 2 cannot work; give a number below 1"),
+        (["batch_size=0"], Exit.USAGE, "batch_size: 0 is invalid; give a number of at least 1"),
+        (["momentum=2"], Exit.USAGE, "momentum: 2 is invalid; give a number below 1"),
     ],
 )
 def test_what_cannot_be_is_said(arguments, status, said, capsys):

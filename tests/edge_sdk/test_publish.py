@@ -332,8 +332,8 @@ def test_of_two_that_publish_at_once_the_second_is_given_the_first_ones(client, 
     [
         ({"rouds": 3}, r"rouds: there is no such setting \(did you mean rounds\?\)"),
         ({"exists_ok": True}, r"exists_ok: there is no such setting \(did you mean exist_ok\?\)"),
-        ({"rounds": -1}, r"rounds: -1 cannot work; give a number of at least 1"),
-        ({"optimizer": "adma"}, r"optimizer: adma cannot work; give 'sgd', 'adam' or 'adamw'"),
+        ({"rounds": -1}, r"rounds: -1 is invalid; give a number of at least 1"),
+        ({"optimizer": "adma"}, r"optimizer: adma is invalid; give 'sgd', 'adam' or 'adamw'"),
         ({"method": "fedspuu"}, r"method: 'fedspuu' is not installed .* \(did you mean fedspu\?\)"),
         (
             {"method": "fedprox", "method_settings": {"proximal_wieght": 1}},

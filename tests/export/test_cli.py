@@ -310,9 +310,9 @@ IMAGES = np.zeros((4, 1, 8, 8), np.float32)
     ("arrays", "message"),
     [
         ({"x": IMAGES}, "has no 'inputs' and no 'x_test'"),
-        ({"inputs": IMAGES[:, :, :4]}, "the model wants (samples, 1, 8, 8)"),
-        ({"inputs": IMAGES[:0]}, "the model wants (samples, 1, 8, 8)"),
-        ({"inputs": IMAGES.astype(str)}, "the model wants float32"),
+        ({"inputs": IMAGES[:, :, :4]}, "the model expects (samples, 1, 8, 8)"),
+        ({"inputs": IMAGES[:0]}, "the model expects (samples, 1, 8, 8)"),
+        ({"inputs": IMAGES.astype(str)}, "the model expects float32"),
         ({"inputs": IMAGES, "labels": np.zeros(3, int)}, "must be 4 integers"),
         ({"inputs": IMAGES, "labels": np.zeros(4)}, "must be 4 integers"),
     ],

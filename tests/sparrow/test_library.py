@@ -214,7 +214,7 @@ def test_windows_of_a_series_in_a_file_are_no_images(client, tmp_path, compiling
     assert join(ADDRESS, data=str(tmp_path / "a.npz"), **given).rounds == 1
     np.savez(tmp_path / "b.npz", x_train=x[:, 0, :32], y_train=y, classes=3)
     with pytest.raises(
-        BadArgument, match=re.escape("samples have the shape (32,), the federation's model takes (1, 64)")
+        BadArgument, match=re.escape("samples have the shape (32,), but the federation's model takes (1, 64)")
     ):
         join(ADDRESS, data=str(tmp_path / "b.npz"), **{**given, "state_dir": tmp_path / "other"})
 
@@ -228,10 +228,10 @@ def test_nothing_is_simulated_without_a_task(tmp_path):
     ("given", "said"),
     [
         ({"task": 5, "devices": 3}, "a function from a device's number to its Task"),
-        ({"task": "digits", "devices": "3"}, "devices: '3' cannot work"),
+        ({"task": "digits", "devices": "3"}, "devices: '3' is invalid"),
         ({"task": "digits", "devices": 3, "state_dirs": 2}, "did you mean state_dir?"),
-        ({"task": "digits", "devices": 3, "budgets": 0.3}, "budgets=0.3 cannot work; give shares of a full step"),
-        ({"task": "digits", "devices": 3, "budgets": "0.3,1"}, "budgets='0.3,1' cannot work"),
+        ({"task": "digits", "devices": 3, "budgets": 0.3}, "budgets=0.3 is invalid; give shares of a full step"),
+        ({"task": "digits", "devices": 3, "budgets": "0.3,1"}, "budgets='0.3,1' is invalid"),
         ({"task": task, "devices": 3, "data": "partition=iid"}, "data needs a task known by name"),
         ({"server": "digits", "devices": 3, "rounds": 2}, "if it is a task, give task='digits'"),
         ({"server": None, "app": "nowhere:app", "task": "digits", "devices": 3}, "give sparrow.coordinator.main:app"),

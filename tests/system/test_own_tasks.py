@@ -217,7 +217,7 @@ def test_devices_join_a_task_that_is_not_installed_with_their_data_alone(coordin
         "nothing": (joins("nothing", None, None), "is not installed here, nor need it be: give this device's samples"),
         "shape": (
             joins("shape", x[:, :5], np.arange(120) % 2),
-            r"samples have the shape \(5,\), the federation's model takes",
+            r"samples have the shape \(5,\), but the federation's model takes",
         ),
         "label": (joins("label", x, np.arange(120) // 118 * 4 + 1), "has the class '5'.* 0 to 1"),
     }

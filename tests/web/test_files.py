@@ -720,7 +720,7 @@ def test_images_on_another_scale_are_taken_as_they_are(modules, tmp_path):
 
 
 UNFIT = {
-    "another shape": (GOOD, (1, 2, 2), 3, "samples have shape (4,), the federation's model takes (1, 2, 2)"),
+    "another shape": (GOOD, (1, 2, 2), 3, "samples have shape (4,), but the federation's model takes (1, 2, 2)"),
     "labels beyond": (
         GOOD,
         (4,),

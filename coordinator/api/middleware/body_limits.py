@@ -104,7 +104,7 @@ class SlowBodies(Middleware):
             if message is None:
                 self._log(scope, received)
                 raise TooSlow(
-                    f"the body is too slow: {lately} bytes in {loop.time() - since:.0f} s; send it again, at "
+                    f"the body arrives too slowly: {lately} bytes in {loop.time() - since:.0f} s; send it again, at "
                     f"{rate:g} bytes/s or more"
                 )
             size = len(message.get("body", b""))

@@ -87,7 +87,7 @@ function unprepared({ shape, type, data }, called, inputShape) {
   const stored = shape.slice(1), withChannel = stored.length === 2 ? [1, ...stored] : stored;
   if (!same(withChannel, inputShape) && !same(stored, inputShape)) {
     throw new DataError(
-      `${called}: samples have shape ${tuple(stored)}, the federation's model takes ${tuple(inputShape)}; give samples of ` +
+      `${called}: samples have shape ${tuple(stored)}, but the federation's model takes ${tuple(inputShape)}; give samples of ` +
         "that shape",
     );
   }

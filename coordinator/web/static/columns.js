@@ -170,7 +170,7 @@ function checkWidth(source, width, preparation, inputShape) {
   if (!preparation) {
     if (width === product(inputShape)) return;
     throw new DataError(
-      `${source}: samples have shape (${width},), the federation's model takes ${inputShape.join(" x ")} numbers; give ` +
+      `${source}: samples have shape (${width},), but the federation's model takes ${inputShape.join(" x ")} numbers; give ` +
         "samples of that shape",
     );
   }

@@ -100,7 +100,7 @@ export class Trust {
 
   checkEdition(before, terms) {
     if (terms.edition >= before.edition) return;
-    throw new BadPublication(`the coordinator went back from edition ${before.edition} of the model to ` +
+    throw new BadPublication(`the coordinator has replaced edition ${before.edition} of the model by edition ` +
       `${terms.edition}; ask its operator`);
   }
 

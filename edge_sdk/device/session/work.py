@@ -181,7 +181,8 @@ class Working(Sending):
         secure = assignment.settings.secure
         if self._options.demands.secure is not None and not (secure and assignment.kind is Kind.train):
             raise ProtocolError(
-                "the coordinator asks for an unmasked update, this device sends only masked ones (--require-secure)",
+                "the coordinator asks for an unmasked update, but this device sends only masked "
+                "updates (--require-secure)",
                 failure=Failure("bad-work/unmasked"),
             )
         if secure and not (self._method.sums and assignment.kind is Kind.train):

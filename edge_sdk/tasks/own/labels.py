@@ -39,7 +39,7 @@ PLAIN = Publishing()
 
 @dataclass(frozen=True)
 class Known:
-    """A federation's facts that a device knows before it reads its file; all None to publish."""
+    """Properties of a federation that are known before a device reads its file; all None when publishing."""
 
     task: str | None = None
     shape: tuple[int, ...] | None = None
@@ -49,7 +49,7 @@ class Known:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The steps of the preparation in words."""
+        """Describe the steps of the preparation."""
         return () if self.preparation is None else self.preparation.steps
 
     @property
@@ -83,7 +83,7 @@ def check_as_taken(raw: Raw, known: Known) -> None:
 
 
 def check_alike(path: str, parts: Sequence[Raw]) -> None:
-    """Raise DataError if the samples of a file's parts differ in shape or type."""
+    """Raise DataError unless all parts of a file have samples with the same shape and type."""
     if len({(each.inputs.shape[1:], each.inputs.dtype, each.kind) for each in parts}) > 1:
         raise DataError(f"{path}: its parts hold different kinds of samples; make them alike")
 
@@ -137,7 +137,7 @@ class Labelled:
 
 
 def labels_of(raw: Raw) -> Array:
-    """Return the labels, which must have been read."""
+    """Return the labels. They must have been read before."""
     assert raw.labels is not None, "read with labels"
     return raw.labels
 
@@ -198,5 +198,5 @@ def _positions(path: str, found: Sequence[str], known: Known) -> dict[str, int]:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return names for a message: the first ``NAMED`` and, if there are more, their count."""
+    """Format names for a message: the first ``NAMED``, and the number of all names if there are more."""
     return ", ".join(names[:NAMED]) + (f", ... ({len(names)} in all)" if len(names) > NAMED else "")

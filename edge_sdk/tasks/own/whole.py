@@ -1,4 +1,4 @@
-"""One file with the samples of all devices, dealt identically by each device (``tasks.dealing``)."""
+"""A file with the samples of all devices, which each device partitions identically (``tasks.dealing``)."""
 
 from __future__ import annotations
 

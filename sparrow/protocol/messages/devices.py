@@ -128,7 +128,7 @@ class ChangeDevice(Request):
 
 
 class Doing(str, Enum):
-    """The activity of a device, or the reason why it does not train: the first of these that applies."""
+    """A device's current activity, or why it does not train; the first kind that applies."""
 
     revoked = "revoked"
     # It has told why it cannot join.
@@ -156,7 +156,7 @@ class Doing(str, Enum):
 
 
 class DeviceFailure(Answer):
-    """The reason why a device's work failed: an explained failure, or a sentence from another client than the SDK."""
+    """Why a device's work failed: an explained failure, or the text of a client other than the SDK."""
 
     reason: str
     round: int | None = Field(description="null if it had no work")

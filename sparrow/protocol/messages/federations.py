@@ -29,19 +29,19 @@ class CreateFederation(Request):
     )
 
     def as_given(self) -> str:
-        """Return only the given settings as JSON, because ``method=auto`` may change all others."""
+        """Return only explicitly given settings as JSON, because ``method=auto`` may change all others."""
         return self.model_dump_json(exclude_unset=True)
 
 
 class OfferedMethod(Answer):
-    """A method that this coordinator has."""
+    """A method that is installed on this coordinator."""
 
     name: str
     secure: bool = Field(description="Whether a federation of this method can be secure")
 
 
 class Choices(Answer):
-    """The choices for a new federation of a built-in task."""
+    """Options for a new federation with a built-in task."""
 
     tasks: tuple[str, ...]
     methods: tuple[OfferedMethod, ...]
@@ -98,7 +98,7 @@ class FederationStatus(str, Enum):
 
 
 class PrivacySpent(Answer):
-    """Privacy cost of the global models so far: (epsilon, delta) of the device drawn most often."""
+    """Privacy cost of the global models so far: (epsilon, delta) for the most frequently drawn device."""
 
     epsilon: float = Field(
         description="Upper bound for the published models; reports and the coordinator's own view are not covered"
@@ -169,7 +169,7 @@ class MakeJoinLink(Request):
 
 
 class JoinLink(Answer):
-    """A link with which a browser enrols in a federation. Anyone who has it may enrol."""
+    """A link for joining a federation in a browser. Anyone with the link can join."""
 
     link: str = Field(
         pattern=rf"^https?://[!-~]{{1,{LONGEST_LINK}}}$",

@@ -109,7 +109,7 @@ class DeviceReport(Answer):
 
     @property
     def accuracy(self) -> float | None:
-        """Accuracy of an evaluation: of the personal model, or else the global one, or None."""
+        """Accuracy of the personal model, or else of the global model; None if neither was evaluated."""
         judged = (self.report.personal or self.report.global_model) if isinstance(self.report, Receipt) else None
         return None if judged is None else judged.accuracy
 

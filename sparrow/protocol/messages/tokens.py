@@ -55,7 +55,7 @@ class TokenInfo(Answer):
 
 
 class MadeToken(TokenInfo):
-    """A new token and its secret, which no later call returns."""
+    """A new token and its secret, which is returned only once."""
 
     secret: str = Field(repr=False)
 
@@ -78,7 +78,7 @@ class Invite(Request):
 
 
 class Invitation(Answer):
-    """The ways for a device to join. Anyone who has one may enrol devices as far as the token permits."""
+    """Join commands and links for a device. Anyone who has them can enrol devices within the token's limits."""
 
     token: MadeToken | None = Field(description="The new enrolment token; null if devices need none")
     join_link: JoinLink | None = Field(description="The link for browsers; null if pages cannot take part")

@@ -14,7 +14,7 @@ from .federations import FederationStatus
 
 
 class PauseReason(str, Enum):
-    """Why a device pauses: the only information about its policy that a coordinator gets."""
+    """Why a device pauses. The coordinator gets no other information about the device's policy."""
 
     charging = "charging"
     battery = "battery"
@@ -128,7 +128,7 @@ class HandBack(Request):
 
 
 class UpdateAccepted(Answer):
-    """Answer to an update: 201 with ``new`` True, or 200 with False if it is repeated."""
+    """Response to an update: 201 with ``new`` True, or 200 with ``new`` False for a repeated update."""
 
     new: bool
     next: Assignment | None = Field(
@@ -137,6 +137,6 @@ class UpdateAccepted(Answer):
 
 
 class UpdateReceived(Answer):
-    """Progress of an interrupted update, or of a body that is sent in parts."""
+    """Number of bytes received of an interrupted update, or of a body sent in parts."""
 
     received: int = Field(description="Bytes received; send the rest with Content-Range")

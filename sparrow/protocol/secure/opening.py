@@ -1,4 +1,4 @@
-"""The coordinator's half: from masked updates and shares to the sum of a cell."""
+"""Server side of secure aggregation: the sum of a cell from masked updates and shares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRIES = 500
 
 
 class CannotOpen(ProtocolError):
-    """The sum of a cell cannot be opened: too few devices or shares are left."""
+    """The sum of a cell cannot be unmasked, because too few devices or shares are left."""
 
 
 def open_sum(

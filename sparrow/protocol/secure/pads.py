@@ -37,7 +37,7 @@ LOW_ORDER = {
 
 
 class BadSecret(ProtocolError):
-    """An invalid key, share or signature of another device; the text names the device."""
+    """Another device's key, share or signature is invalid; the message names the device."""
 
     failure = Failure("secure-refused")
 
@@ -75,7 +75,7 @@ def check_public(public: bytes, name: str) -> None:
 
 
 def stream(key: bytes, count: int, bits: int) -> Words:
-    """Return the pad of a key: ``count`` uniform integers of ``bits``, ChaCha20's stream."""
+    """Return the pad of a key: ``count`` uniform integers with ``bits`` bits, from the ChaCha20 stream."""
     words: Words = np.zeros(count, WORDS[bits])
     add_streams(words, [(key, True)])
     return words

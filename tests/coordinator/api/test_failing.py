@@ -409,7 +409,7 @@ def test_readiness_says_that_the_thread_of_the_rounds_hangs_or_has_ended(open_ap
     held.set()
     become(lambda: client.get("/readyz").status_code == 200)
     dies.append(True)
-    become(lambda: "the thread of the rounds has ended" in client.get("/readyz").text)
+    become(lambda: "the round thread has ended" in client.get("/readyz").text)
 
 
 # --- clients that dribble ----------------------------------------------------------------------------------------

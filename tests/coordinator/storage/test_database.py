@@ -144,7 +144,7 @@ def test_a_value_that_changed_since_the_coordinator_stopped_is_found(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"weather", b"wEather"))
     with pytest.raises(
-        DamagedRecords, match=r"it is not as the coordinator left it; .*if you changed it yourself, remove"
+        DamagedRecords, match=r"it has changed since the coordinator stopped; .*if you changed it yourself, remove"
     ):
         database.open_database(path)
     path.write_bytes(whole)

@@ -181,7 +181,7 @@ def test_who_was_replaced_after_it_stood_still_writes_nothing_more(tmp_path, url
                 pass
             assert second.moves() == (True, True)
             for _ in range(2):
-                with pytest.raises(Unavailable, match="another process now moves rounds"), first.moving() as db:
+                with pytest.raises(Unavailable, match="another process now runs the rounds"), first.moving() as db:
                     db.execute(text("DELETE FROM lease"))
             with first.writing() as db:  # what devices bring is taken all the same
                 assert db.scalar(text("SELECT epoch FROM lease")) == 2
@@ -245,7 +245,7 @@ def test_a_hanging_process_loses_its_lease_and_readiness_fails(tmp_path, url, mo
             alive = False
             time.sleep(0.1)  # a beat that had begun
             expire(60)
-            with pytest.raises(Unavailable, match="no process moves rounds"):
+            with pytest.raises(Unavailable, match="no process runs the rounds"):
                 first.check_lease()
             assert second.moves() == (True, True)
             second.check_lease()
