@@ -315,7 +315,7 @@ def test_other_graphs_than_the_described_one_are_refused(modules, case):
 def test_what_is_no_graph_is_refused(modules):
     manifest = manifest_of(BuiltPreparation(b"", Preparation(shape=(3,))), (3,))
     found = on_the_page(modules, manifest, b"no graph at all", np.zeros((2, 3), np.float32))
-    assert found.startswith("ProtocolError: this browser cannot run the graph preparation")
+    assert found.startswith("ProtocolError: this browser cannot load the model (preparation)")
 
 
 # --- what is drawn, photographed and recorded ------------------------------------------------------------------------

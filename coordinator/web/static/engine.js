@@ -23,7 +23,7 @@ let ort = null;
 /** Return onnxruntime-web, loaded on first use. Throws Error if the coordinator does not have it. */
 async function runtime() {
   ort ??= await import(`${RUNTIME}ort.wasm.bundle.min.mjs`).catch(() => {
-    throw new Error("this coordinator has no runtime for browsers; ask its operator to run sparrow web");
+    throw new Error("onnxruntime-web does not load: reload this page, or ask the operator to run sparrow web");
   });
   Object.assign(ort.env.wasm, { wasmPaths: { wasm: `${RUNTIME}ort-wasm-simd-threaded.wasm` }, numThreads: threads });
   ort.env.logLevel = "error";
@@ -146,6 +146,11 @@ export class Engine {
     return whole;
   }
 
+  /** Run the model once, on a part of `batches`. Throws ProtocolError if this browser cannot. */
+  async check(batches) {
+    for (const batch of batches) return this.answer(batch);
+  }
+
   /** Return the model's output for one sample with these tensors, Float32Array of the output shape. */
   async predict(input, tensors) {
     const { output } = await this.answer({ inputs: input, targets: new Int32Array(1), count: 1 }, tensors);
@@ -165,7 +170,8 @@ export class Engine {
       const { InferenceSession } = await runtime();
       const made = InferenceSession.create(await graph(), options);
       this.sessions.set(key, await made.catch((error) => {
-        throw new ProtocolError(`this browser cannot run the graph ${key}: ${String(error.message).slice(0, 300)}`);
+        throw new ProtocolError(`this browser cannot load the model (${key}): ${String(error.message).slice(0, 300)}. Close other ` +
+          "apps and tabs, and reload this page");
       }));
     }
     return this.sessions.get(key);

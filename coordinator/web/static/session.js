@@ -30,7 +30,7 @@ const NO_ENERGY = { quality: "unavailable", source: "a browser has no energy sen
 
 const AT_FIRST = {
   rounds: 0, lastRound: 0, steps: 0, stoppedRound: null, adapted: false, accuracyBefore: null, accuracyNow: null,
-  accuracyGlobal: null, memory: {}, best: null, pending: null, uploadCost: null, secondsTraining: 0,
+  accuracyGlobal: null, judged: {}, memory: {}, best: null, pending: null, uploadCost: null, secondsTraining: 0,
   everything: { bytes_down: 0, bytes_up: 0, frozen_down: 0 }, history: [],
 };
 
@@ -73,7 +73,7 @@ export class Session {
       await this.loadModel(info, info.manifest_digest);
     } catch (error) {
       if (!(error instanceof ProtocolError) || error instanceof BadPublication) throw error;
-      this.tell({ failure: this.again(error.message) });
+      this.tell({ failure: error.message, detail: this.again(error.message) });
       return false;
     }
     return true;
@@ -175,6 +175,7 @@ export class Session {
     this.budget = budget;
     const { train } = await this.data();
     await this.prior(this.info.settings, train)?.check(this.engine, train);
+    while (!(await this.canRun(train))) await this.transport.rest(this.nextRest);
     // The first name may have been taken.
     if (!this.identity?.token && this.identity?.name !== name) {
       const key = hex(crypto.getRandomValues(new Uint8Array(32)));
@@ -187,6 +188,19 @@ export class Session {
       budget, conditions: { available: true }, num_examples: train.count, holds_model: this.personal !== null,
     }));
     await this.keepIdentity({ budget });
+  }
+
+  /** Run the model once. Returns false if a download was damaged. Throws ProtocolError if this browser cannot run it. */
+  async canRun(batches) {
+    try {
+      await this.engine.check(batches);
+    } catch (error) {
+      if (error.failure !== "bad-payload/damaged") throw error;
+      this.tell({ failure: error.message, detail: this.again(error.message) });
+      return false;
+    }
+    this.faults = 0;
+    return true;
   }
 
   /** Return this device's class frequencies if the federation adjusts outputs by them; else null. */
@@ -276,7 +290,7 @@ export class Session {
   }
 
   async rest(fault) {
-    this.tell({ phase: "waiting", detail: this.again(fault.message) });
+    this.tell({ phase: "waiting", failure: fault.message, detail: this.again(fault.message) });
     const working = this.working;
     this.working = null;
     if (working) await this.giveUp(working, failureOf(fault)).catch((error) => { if (error.final) throw error; });
@@ -415,8 +429,10 @@ export class Session {
     const { body, owed } = this.packed(job, trained, train);
     const { round } = assignment, { history } = this.progress;
     const accuracy = trained.validation?.accuracy ?? null;
+    const judged = { ...this.progress.judged, ...first.judged };
+    if (accuracy !== null) judged.now = trained.validation.num_examples;
     await this.keepAndSend(assignment, body, {
-      ...first, memory: trained.memory, rounds: this.progress.rounds + 1, lastRound: round,
+      ...first, judged, memory: trained.memory, rounds: this.progress.rounds + 1, lastRound: round,
       steps: this.progress.steps + trained.steps, stoppedRound: trained.stopped ? round : this.progress.stoppedRound,
       accuracyNow: accuracy ?? this.progress.accuracyNow,
       secondsTraining: this.progress.secondsTraining + train.seconds - train.paused_seconds,
@@ -459,7 +475,7 @@ export class Session {
     if (received && isWhole(manifest, received)) this.engine.load(wholeModel(manifest, received));
     else if (received) mergeInPlace(manifest, this.engine.tensors, received.values, received.mask);
     const judged = await this.engine.evaluate(job.data.test ?? job.data.validation);
-    return { accuracyBefore: judged.accuracy };
+    return { accuracyBefore: judged.accuracy, judged: { ...this.progress.judged, before: judged.num_examples } };
   }
 
   async evaluate(job) {
@@ -471,9 +487,13 @@ export class Session {
     const taken = this.progress.best?.taken ? { taken: this.progress.best.taken } : {};
     const flops = nonzeroFlops(this.manifest, this.bestTensors());
     const receipt = { ...receiptOf(job, judged, measuring.end()), ...taken, inference_flops: flops };
+    const own = judged.personal ?? judged.globalModel, shared = judged.globalModel;
     await this.keepAndSend(job.assignment, JSON.stringify(receipt), {
-      accuracyNow: judged.personal?.accuracy ?? judged.globalModel?.accuracy ?? this.progress.accuracyNow,
-      accuracyGlobal: judged.globalModel?.accuracy ?? this.progress.accuracyGlobal,
+      accuracyNow: own?.accuracy ?? this.progress.accuracyNow,
+      accuracyGlobal: shared?.accuracy ?? this.progress.accuracyGlobal,
+      judged: {
+        ...this.progress.judged, ...(own ? { now: own.num_examples } : {}), ...(shared ? { global: shared.num_examples } : {}),
+      },
     });
   }
 
@@ -489,7 +509,8 @@ export class Session {
     const receipt = { personal: heldOut, telemetry: { download: job.download, train } };
     const best = job.settings.personal_model !== "last" ? this.noteOf(job, validation) : null;
     await this.keepAndSend(job.assignment, JSON.stringify(receipt), {
-      ...first, adapted: true, accuracyNow: heldOut.accuracy, secondsTraining: this.progress.secondsTraining + train.seconds,
+      ...first, judged: { ...this.progress.judged, ...first.judged, now: heldOut.num_examples }, adapted: true,
+      accuracyNow: heldOut.accuracy, secondsTraining: this.progress.secondsTraining + train.seconds,
     }, { personal, best });
   }
 

@@ -1,5 +1,6 @@
 // "Take part": joining, progress, results, and leaving.
 
+import { lacking } from "./capabilities.js";
 import { Conditions, screen } from "./conditions.js";
 import { $, bytes, element, many, milliseconds, percent, put, seconds, show } from "./words.js";
 
@@ -44,7 +45,7 @@ export class Taking {
   /** Draw a state of the worker. */
   draw(state) {
     this.state = state;
-    const { phase, detail, federation, device, samples } = state;
+    const { phase, detail, federation, device, samples, lastFailure } = state;
     const taking = TAKING.has(phase);
     put($("phase"), WORDS[phase]);
     $("phase").dataset.phase = phase;
@@ -52,6 +53,7 @@ export class Taking {
     $("part").hidden = federation === null || phase === "opening";
     if (federation === null) return;
     this.#say(phase, detail);
+    show($("last-failure"), lastFailure && `Last failure: ${lastFailure}`);
     this.#form(taking, phase, federation, device, samples);
     $("work").hidden = !taking && state.rounds === 0 && phase !== "finished";
     $("controls").hidden = !taking;
@@ -80,7 +82,9 @@ export class Taking {
     if (device?.enrolled) [$("name").value, $("name").readOnly] = [device.name, true];
     else $("name").readOnly = false;
     $("budget-box").hidden = federation.method !== "fedspu";
-    $("take-part").disabled = !samples.enough;
+    const lacks = lacking(federation);
+    show($("lacking"), lacks);
+    $("take-part").disabled = lacks !== null || !samples.enough;
     put($("take-part"), device?.enrolled ? "Continue" : "Take part");
     put($("first"), samples.enough ? "" : `First: ${samples.lacks}`);
   }
@@ -95,11 +99,14 @@ export class Taking {
     put($("steps"), work?.steps ? `step ${work.step} of ${work.steps}${loss}` : "");
   }
 
-  #accuracy({ accuracyBefore, accuracyNow, accuracyGlobal, samples, history }) {
-    const rows = [["at first", accuracyBefore], ["now", accuracyNow], ["the shared model", accuracyGlobal]];
+  #accuracy({ accuracyBefore, accuracyNow, accuracyGlobal, judged, history }) {
+    const rows = [
+      ["at first", accuracyBefore, judged.before], ["now", accuracyNow, judged.now],
+      ["the shared model", accuracyGlobal, judged.global],
+    ];
     const known = rows.filter(([, share]) => share !== null && share !== undefined);
     $("answers").hidden = known.length === 0;
-    tiles($("accuracy"), known.map(([label, share]) => [label, percent(share), ofTen(share)]));
+    tiles($("accuracy"), known.map(([label, share, count]) => [label, percent(share), rightOf(share, count)]));
     drawHistory($("history"), history.filter(({ accuracy }) => accuracy !== null));
   }
 
@@ -173,8 +180,8 @@ function newName() {
   return `${kind}-${random.join("")}`;
 }
 
-/** 0.61 -> "6 of 10 right". */
-const ofTen = (share) => `${Math.round(10 * share)} of 10 right`;
+/** 0.667 of 3 samples -> "2 of 3 right"; nothing if the number of samples is unknown. */
+const rightOf = (share, count) => (count ? `${Math.round(count * share)} of ${count} right` : "");
 
 function costs({ rounds, bytesDown, bytesUp, secondsTraining, stepMilliseconds, steps }) {
   return [

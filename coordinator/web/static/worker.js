@@ -36,7 +36,7 @@ const state = {
   work: null, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, bytesDown: 0, bytesUp: 0,
   secondsTraining: 0, stepMilliseconds: null, steps: 0, threads, isolated: self.crossOriginIsolated,
   secure: self.isSecureContext, canPredict: false, frozenBytes: 0, history: [], kept: false,
-  signed: null,
+  signed: null, judged: {}, lastFailure: null,
 };
 const NO_SAMPLES = { ...state.samples };
 
@@ -72,7 +72,7 @@ function counts() {
   const { progress, manifest, identity } = session, moved = session.moved();
   return {
     rounds: progress.rounds, steps: progress.steps, secondsTraining: progress.secondsTraining, history: progress.history,
-    accuracyBefore: progress.accuracyBefore, accuracyNow: progress.accuracyNow, accuracyGlobal: progress.accuracyGlobal,
+    judged: progress.judged, accuracyBefore: progress.accuracyBefore, accuracyNow: progress.accuracyNow, accuracyGlobal: progress.accuracyGlobal,
     bytesDown: moved.bytes_down, bytesUp: moved.bytes_up, frozenBytes: session.info.frozen_bytes,
     device: identity && { name: identity.name, budget: identity.budget, enrolled: identity.token !== null },
     canPredict: Boolean(manifest && session.bestTensors()), signed: session.trust.line,
@@ -96,7 +96,7 @@ function inWords({ type, message }) {
 
 function failed(error) {
   if (error instanceof Stopped) return;
-  report({ phase: "failed", detail: inWords(error), work: null });
+  report({ phase: "failed", detail: inWords(error), lastFailure: null, work: null });
 }
 
 // --- opening, and the samples ------------------------------------------------------------------------------------------
@@ -310,8 +310,9 @@ async function rounds() {
     if (pausedFor) await stayAway();
     if (leaving) break;
     try {
+      const { rounds } = session.progress;
       outcome = await session.step();
-      report({ work: null });
+      report({ work: null, ...(session.progress.rounds > rounds ? { lastFailure: null } : {}) });
     } catch (error) {
       if (!(error instanceof Stopped)) throw error;
     }
@@ -342,9 +343,10 @@ async function goodbye(reason) {
   transport.interrupt();
 }
 
-function tell(changes) {
-  if (changes.failure || changes.notice) report({ detail: changes.failure ?? changes.notice });
-  else report(changes);
+/** Show changes of the session. failure: a message that stays until a round succeeds. */
+function tell({ failure, notice, ...changes }) {
+  const said = failure ?? notice;
+  report({ ...(said ? { detail: said } : {}), ...changes, ...(failure ? { lastFailure: failure } : {}) });
   if (changes.work) state.federation = { ...state.federation, round: changes.work.round };
 }
 
@@ -420,7 +422,8 @@ async function forget() {
   store = session = samples = prepared = null;
   report({
     phase: "opening", detail: "everything was deleted", work: null, samples: NO_SAMPLES, device: null, kept: false,
-    canPredict: false, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, history: [], signed: null,
+    canPredict: false, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, judged: {}, lastFailure: null, rounds: 0, history: [],
+    signed: null,
   });
   await open({ federation, token: given, publisher: pinned });
 }

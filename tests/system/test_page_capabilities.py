@@ -1,0 +1,96 @@
+"""Browsers without a capability that training needs: the page says which before a person takes part."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from . import browsers
+from .browsers import CALM, NAMES, playwright
+from .test_join_page import ALONE, PHONE, Finger, phase
+
+browser, open_page = browsers.browser, browsers.open_page
+expect = playwright.expect
+
+WITHOUT_SIMD = "WebAssembly.validate = () => false;"
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def limited(browser, coordinator):
+    """Opens the page of a federation in a Chromium with flags of V8, and gives it samples."""
+    opened = []
+
+    def open_one(flags):
+        found = next(filter(None, map(shutil.which, NAMES)))
+        kind = browser.browser_type
+        opened.append(kind.launch(executable_path=found, args=[*CALM, f"--js-flags={flags}"]))
+        page = opened[-1].new_context(**PHONE).new_page()
+        page.goto(f"{coordinator.url}/join/lab")
+        Finger(page).give([0, 1] * 6, np.random.default_rng(7))
+        return page
+
+    yield open_one
+    for each in opened:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--jitless", "no WebAssembly, .* use another browser"),
+        ("--wasm-max-mem-pages=600", "too little memory: .* MiB"),
+    ],
+)
+def test_a_browser_that_cannot_train_says_so_and_does_not_enrol(coordinator, limited, flags, said):
+    coordinator.create("lab", **ALONE, rounds=1, local_epochs=5)
+    page = limited(flags)
+    expect(page.locator("#lacking")).to_have_text(re.compile(said))
+    expect(page.get_by_role("button", name="Take part")).to_be_disabled()
+    assert coordinator.get("/v1/federations/lab/devices").json() == []
+
+
+def test_a_browser_without_simd_says_so(coordinator, open_page):
+    coordinator.create("lab", **ALONE, rounds=1, local_epochs=5)
+    page = open_page(f"{coordinator.url}/join/lab", **PHONE)
+    page.add_init_script(WITHOUT_SIMD)
+    page.reload()
+    Finger(page).give([0, 1] * 6, np.random.default_rng(7))
+    expect(page.locator("#lacking")).to_have_text(re.compile("no WebAssembly SIMD, .* update the browser"))
+    expect(page.get_by_role("button", name="Take part")).to_be_disabled()
+
+
+def test_a_runtime_that_does_not_load_is_said_before_the_device_enrols(coordinator, open_page):
+    coordinator.create("lab", **ALONE, rounds=1, local_epochs=5)
+    page = open_page(f"{coordinator.url}/join/lab", **PHONE)
+    runtime = "**/ort-wasm-simd-threaded.wasm"
+    page.context.route(runtime, lambda route: route.fulfill(body=b"damaged", content_type="application/wasm"))
+    finger = Finger(page)
+    finger.give([0, 1] * 6, np.random.default_rng(7))
+    finger.press("Take part")
+    phase(page, "failed")
+    expect(page.locator("#detail")).to_contain_text("this browser cannot load the model")
+    assert coordinator.get("/v1/federations/lab/devices").json() == []
+    page.context.unroute(runtime)
+    page.reload()
+    phase(page, "ready")
+    Finger(page).press("Take part")
+    phase(page, "finished")
+    page.troubles.clear()
+
+
+def test_right_answers_are_counts_of_the_samples(coordinator, open_page):
+    coordinator.create("lab", **ALONE, rounds=1, local_epochs=5)
+    page = open_page(f"{coordinator.url}/join/lab", **PHONE)
+    finger = Finger(page)
+    finger.give([0, 1] * 6, np.random.default_rng(7))
+    tested = int(re.search(r"(\d+) to test", page.locator("#samples").text_content())[1])
+    finger.press("Take part")
+    phase(page, "finished")
+    counts = [re.search(r"(\d+) of (\d+) right", row) for row in page.locator("#accuracy > div").all_text_contents()]
+    assert [int(found[2]) for found in counts] == [tested] * len(counts)
+    assert len(counts) >= 2
