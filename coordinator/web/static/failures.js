@@ -10,7 +10,7 @@ export const FAILURES = [
   "bad-work/unmasked", "bad-work/terms", "bad-work/implausible", "unknown-work", "unknown-work/settings", "unknown-work/torch", "unknown-work/curvature",
   "budget-too-small", "secure-refused", "secure-refused/state", "secure-refused/demands",
   "secure-refused/model", "secure-refused/parts", "secure-refused/keys", "secure-refused/weight", "secure-refused/rounding", "model-replaced", "no-memory",
-  "no-space", "state-copied", "data-unusable", "data-unusable/values", "cannot-train", "update-refused", "coordinator-fault", "interrupted", "interrupted/user",
+  "no-space", "data-unusable", "data-unusable/values", "state-copied", "cannot-train", "update-refused", "coordinator-fault", "interrupted", "interrupted/user",
   "interrupted/program", "interrupted/paused", "interrupted/hidden", "interrupted/left", "nothing-trained",
   "program-error", "program-error/other", "other",
 ];
