@@ -26,7 +26,6 @@ from ..fleet.access import Holder
 from ..fleet.devices import Caller
 from ..reports.device_list import DeviceQuery, Only, Order
 from .access import (
-    AdminOnly,
     EnrollerOnly,
     KnownDevice,
     ObserverOnly,
@@ -124,9 +123,12 @@ async def change_device(
     coordinator.fact_recorded()
 
 
-@router.delete("/devices/{device_id}", status_code=204, dependencies=[AdminOnly])
+@router.delete("/devices/{device_id}", status_code=204, dependencies=[Depends(_itself)])
 async def remove_device(device_id: str, coordinator: TheCoordinator) -> None:
-    """Revoke a device and remove it from lists and counts. Records of rounds keep its name."""
+    """Revoke a device and remove it from lists and counts. Records of rounds keep its name.
+
+    A device may remove itself; an admin may remove any device.
+    """
     coordinator.found_nothing.forget(device_id)
     await coordinator.writers.run(coordinator.devices.remove, device_id)
     coordinator.fact_recorded()

@@ -310,14 +310,23 @@ class Devices:
             revoke(db, device)
 
     def remove(self, device_id: str) -> None:
-        """Revoke a device and remove it from lists and counts; records of rounds keep it. Raises NotFound."""
+        """Revoke a device, delete its profile and tokens, and remove it from lists and counts.
+
+        Records of rounds and events keep its name. Raises NotFound.
+        """
         with self._store.writing() as db:
             device = _existing(db, device_id)
             if device.status != "revoked":
                 events.record(db, device.federation_id, EventKind.removed, now=self._clock(), device=device.name)
             revoke(db, device)
             device.removed = True
+            device.profile = {}
+            device.identity_key = None
+            device.failure = None
             revoked = device.token_sha256
+            # Digests of new secrets, which nobody has.
+            device.token_sha256 = digest_of(new_secret("device"))
+            device.enrolment_key_sha256 = digest_of(new_secret("device"))
         self._forget(revoked)
 
 

@@ -32,6 +32,13 @@ class MethodChoice(Request):
     )
 
 
+class Consent(Request):
+    """What people read before their phone takes part."""
+
+    operator: str = Field(default="", max_length=120, description="Who runs the federation, for the people who join it")
+    purpose: str = Field(default="", max_length=300, description="What its model is for, for the people who join it")
+
+
 class Schedule(Request):
     """Rounds, their ends, and evaluations."""
 
@@ -364,7 +371,9 @@ class SecureSums(Request):
         return self.secure and self.secure_metrics is not False
 
 
-class FederationSettings(SecureSums, Privacy, Robustness, Wire, Stopping, Training, Selection, Schedule, MethodChoice):
+class FederationSettings(
+    Consent, SecureSums, Privacy, Robustness, Wire, Stopping, Training, Selection, Schedule, MethodChoice
+):
     """All settings of a federation."""
 
     @model_validator(mode="after")
@@ -400,5 +409,6 @@ GROUPS: tuple[type[Request], ...] = (
     Robustness,
     Privacy,
     SecureSums,
+    Consent,
 )
 """The groups, in the order of docs/settings.md."""

@@ -390,8 +390,15 @@ def test_keys_alone_are_enough(coordinator, open_page):
     expect(page.locator("#samples")).to_have_text("No samples yet")
     phase(page, "ready")
     expect(page.get_by_label("Name of this device")).to_be_editable()
-    (device,) = coordinator.get("/v1/federations/lab/devices").json()
-    assert device["name"] == "desk-1"
+    expect(page.locator("#remains")).to_contain_text("records of its rounds under the name desk-1")
+    assert coordinator.get("/v1/federations/lab/devices").json() == []
+
+
+def test_the_page_says_who_runs_a_federation_for_what_before_anyone_takes_part(coordinator, open_page):
+    coordinator.create("lab", **ALONE, operator="Clinic of Ulm", purpose="To read digits on forms")
+    page = open_page(f"{coordinator.url}/join/lab", **PHONE)
+    expect(page.locator("#consent")).to_contain_text("Run by Clinic of Ulm, for this purpose: To read digits on forms.")
+    expect(page.locator("#consent")).to_contain_text("until round 30 ends or you leave")
 
 
 def test_a_page_over_plain_http_takes_part_with_a_notice(new_coordinator, open_page):
@@ -487,6 +494,7 @@ def test_who_leaves_and_is_forgotten_need_not_wait_for_a_coordinator_that_is_awa
     phase(page, "opening")
     expect(page.locator("#opening")).to_have_text(re.compile("the coordinator does not answer; retrying in"))
     assert page.evaluate(KEPT) == []
+    expect(page.locator("#remains")).to_contain_text("could not be asked to delete this device")
     coordinator.start()
     phase(page, "ready")
     expect(page.locator("#samples")).to_have_text("No samples yet")

@@ -42,6 +42,7 @@ async function adapt() {
 function given() {
   const settings = { method: method.value, rounds: Number(form.elements.rounds.value) };
   if (secure.checked) Object.assign(settings, { secure: true, secure_colluders: Number(colluders.value) });
+  for (const name of ["operator", "purpose"]) settings[name] = form.elements[name].value.trim();
   for (const field of [least, cohort]) if (field.dataset.touched) settings[field.name] = Number(field.value);
   return settings;
 }

@@ -63,6 +63,7 @@ function draw(state) {
   $("retry").hidden = !lost;
   $("start-anew").hidden = !(lost && state.kept);
   $("insecure").hidden = state.secure;
+  show($("remains"), state.remains);
   put($("signed"), state.signed ? `Model: ${state.signed}` : "\u00a0"); // keeps its line
   giving.draw(state);
   taking.draw(state);

@@ -84,6 +84,7 @@ export class Taking {
     $("budget-box").hidden = federation.method !== "fedspu";
     const lacks = lacking(federation);
     show($("lacking"), lacks);
+    put($("consent"), consentOf(federation));
     $("take-part").disabled = lacks !== null || !samples.enough;
     put($("take-part"), device?.enrolled ? "Continue" : "Take part");
     put($("first"), samples.enough ? "" : `First: ${samples.lacks}`);
@@ -144,8 +145,9 @@ export class Taking {
   async forget() {
     const sure = await this.ask({
       question: "Forget this device?",
-      consequence: "This deletes your samples, the personal model and this device's place in the federation from " +
-        "this browser. They cannot be restored. The shared model keeps what it has learned.",
+      consequence: "This deletes your samples and the personal model from this browser, and this device with its " +
+        "token at the coordinator. They cannot be restored. The records of its rounds keep its name, and the shared " +
+        "model keeps what it has learned.",
       no: "Keep everything", yes: "Forget me",
     });
     if (sure) this.#stop("forget");
@@ -167,6 +169,14 @@ export class Taking {
     this.#sent = reason;
     this.send(reason === null ? { do: "resume" } : { do: "pause", reason });
   }
+}
+
+/** Who runs a federation, for what purpose, what the operator sees, and until when. */
+function consentOf({ operator, purpose, rounds }) {
+  const runs = `Run by ${operator || `the operator of ${location.host}`}`;
+  const why = purpose ? `, for this purpose: ${purpose.replace(/\.$/, "")}.` : ", who gave no purpose.";
+  return `${runs}${why} The operator sees this device's name, model changes, results and costs, not your samples, until ` +
+    `round ${rounds} ends or you leave; records stay until the operator deletes the federation.`;
 }
 
 /** A name for a new device, such as "phone-7k3f". */

@@ -80,6 +80,14 @@ export class Transport {
     return this.call("PATCH", `/v1/devices/${id}`, json({ ...change, ...(conditions ? { conditions } : {}) }));
   }
 
+  /** Delete the device at the coordinator. */
+  async removeDevice(id) {
+    await this.call("DELETE", `/v1/devices/${id}`).catch((error) => {
+      // It is deleted already, or its federation is.
+      if (!(error instanceof Refused && error.is("NotFound", "NotAuthenticated", "FederationDeleted"))) throw error;
+    });
+  }
+
   /** Return a new token. */
   async newToken(id, key) {
     const path = `/v1/devices/${id}/token`;

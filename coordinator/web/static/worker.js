@@ -36,7 +36,7 @@ const state = {
   work: null, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, bytesDown: 0, bytesUp: 0,
   secondsTraining: 0, stepMilliseconds: null, steps: 0, threads, isolated: self.crossOriginIsolated,
   secure: self.isSecureContext, canPredict: false, frozenBytes: 0, history: [], kept: false,
-  signed: null, judged: {}, lastFailure: null,
+  signed: null, judged: {}, lastFailure: null, remains: "",
 };
 const NO_SAMPLES = { ...state.samples };
 
@@ -129,7 +129,7 @@ async function open({ federation, token, publisher = null }) {
     federation: {
       name: info.name, task: info.task, method: info.method, status: info.status, round: info.round, rounds: info.rounds,
       inputShape: manifest.inputShape, outputShape: manifest.outputShape, ...inWordsOf(manifest), parameters: info.parameters,
-      global: info.global_model_usable,
+      global: info.global_model_usable, operator: info.settings.operator ?? "", purpose: info.settings.purpose ?? "",
     },
     samples: counted(),
   });
@@ -416,16 +416,29 @@ async function leave() {
 }
 
 async function forget() {
-  if (session?.identity?.token && !session.identity.left) await leave();
-  const { federation } = store;
+  const { federation } = store, identity = session?.identity ?? (await store.get("identity"));
+  if (session && identity?.token && !identity.left) await leave();
+  const remains = identity?.device ? await removed(identity) : "";
   await store.delete();
   store = session = samples = prepared = null;
   report({
-    phase: "opening", detail: "everything was deleted", work: null, samples: NO_SAMPLES, device: null, kept: false,
+    remains, phase: "opening", detail: "everything was deleted", work: null, samples: NO_SAMPLES, device: null, kept: false,
     canPredict: false, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, judged: {}, lastFailure: null, rounds: 0, history: [],
     signed: null,
   });
   await open({ federation, token: given, publisher: pinned });
+}
+
+/** Delete a device at the coordinator, within a few seconds; returns what remains there. */
+async function removed({ name, device, token }) {
+  transport.interrupt();
+  transport.token = token;
+  const call = transport.removeDevice(device).then(() => true, () => false);
+  const done = await Promise.race([call, sleep(GOODBYE_SECONDS).then(() => false)]);
+  transport.interrupt();
+  return done
+    ? `The coordinator deleted this device. The records of its rounds under the name ${name}, and its part in the shared model, remain.`
+    : `The coordinator could not be asked to delete this device: ask its operator to remove ${name}.`;
 }
 
 // --- using the model ---------------------------------------------------------------------------------------------------

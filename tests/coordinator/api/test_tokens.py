@@ -107,6 +107,15 @@ def test_only_administrators_make_see_and_revoke_tokens(guarded, kind):
     assert listed(guarded)[made["id"]]["status"] == "valid"
 
 
+def test_a_device_may_remove_itself_and_no_other(guarded):
+    one, two = (enrol(guarded, name, "the-enrolment-token").json() for name in ("one", "two"))
+    refused = guarded.request("DELETE", f"/v1/devices/{two['device_id']}", headers=bearer(one["token"]))
+    assert refused.status_code == 401
+    for status in (204, 401):
+        answer = guarded.request("DELETE", f"/v1/devices/{one['device_id']}", headers=bearer(one["token"]))
+        assert answer.status_code == status
+
+
 @pytest.mark.parametrize("set_too", [{}, {"enrolment_token": "the-enrolment-token"}, {"observer_token": OBSERVER}])
 def test_without_an_admin_token_nobody_makes_the_first_one_over_http(open_app, set_too):
     """Who made it would have shut all others out, and enrolment tokens would be for everybody."""
