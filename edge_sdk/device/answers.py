@@ -9,6 +9,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from sparrow.command_line.table import printable
 from sparrow.protocol.messages import UpdateReceived
+from sparrow.protocol.wire import WIRE, WIRE_HEADER
 from sparrow.transport import httpx
 
 from .. import errors
@@ -112,7 +113,21 @@ def detail_of(answer: httpx.Response) -> str:
     try:
         return printable(str(answer.json()["detail"])[:LONGEST_TEXT])[:LONGEST_TEXT]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return f"The answer of {answer.url.host} is not from a Sparrow coordinator; check the address"
+        return _other_version(answer) or (
+            f"The answer of {answer.url.host} is not from a Sparrow coordinator; check the address"
+        )
+
+
+def _other_version(answer: httpx.Response) -> str:
+    """Return the side to upgrade if the coordinator's contract has another version, else an empty text."""
+    named = str(answer.headers.get(WIRE_HEADER, ""))
+    if not (named.isascii() and named.isdecimal() and len(named) < 10) or int(named) == WIRE:
+        return ""
+    older = "the coordinator" if int(named) < WIRE else "this installation"
+    return (
+        f"The coordinator at {answer.url.host} uses version {int(named)} of the HTTP contract, this installation "
+        f"version {WIRE}; upgrade Sparrow in {older}"
+    )
 
 
 def continued(answer: httpx.Response, first: int, size: int) -> int:

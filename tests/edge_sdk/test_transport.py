@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from edge_sdk.device.answers import LONGEST_PAUSE
+from edge_sdk.device.answers import LONGEST_PAUSE, message_of
 from edge_sdk.device.connection import (
     FIRST_WAIT,
     LARGEST_ANSWER,
@@ -53,9 +53,11 @@ from sparrow.protocol.messages import (
     PauseReason,
     Payload,
     Phase,
+    UpdateReceived,
     UploadCost,
 )
 from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.wire import WIRE, WIRE_HEADER
 from sparrow.transport import connect, httpx
 
 BODY = bytes(range(256)) * 40
@@ -312,6 +314,23 @@ def test_work_that_cannot_be_read_is_no_answer():
     network = Network(with_payload({"nonsense": 1}, BODY), fine)
     with pytest.raises(NoCoordinator):
         network.transport.assignment("default", 25, None)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (str(WIRE + 1), "upgrade Sparrow in this installation"),
+        (str(WIRE - 1), "upgrade Sparrow in the coordinator"),
+        (str(WIRE), "check the address"),
+        ("x", "check the address"),
+    ],
+)
+@pytest.mark.parametrize("status", [200, 404])
+def test_an_answer_of_another_version_names_the_side_to_upgrade(version, message, status):
+    request = httpx.Request("GET", "http://c/v1")
+    answer = httpx.Response(status, headers={WIRE_HEADER: version}, json={"other": 1}, request=request)
+    with pytest.raises(NoCoordinator, match=message):
+        message_of(UpdateReceived, answer)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sparrow.protocol.wire import WIRE, WIRE_HEADER
+
 from ...app import coordinator_of
 from ...logs import about
 from ..headers import header
@@ -15,8 +17,14 @@ from ..headers import header
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
+_WIRE = (WIRE_HEADER.lower().encode(), str(WIRE).encode())
+
+
 class RequestIds:
-    """Give each request an id, the caller's if it is well-formed, and observe its duration."""
+    """Give each request an id, the caller's if it is well-formed, and observe its duration.
+
+    Each answer also names the version of the contract.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -35,7 +43,7 @@ class RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode()), _WIRE]
             await send(message)
 
         with about(request=request_id):

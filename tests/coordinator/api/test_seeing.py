@@ -29,6 +29,7 @@ from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.messages import Assignment as Work
 from sparrow.protocol.messages import CreateFederation, Phase, Telemetry
 from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.wire import WIRE
 
 MANIFEST = load_builtin("digits").manifest
 SETTINGS = FederationSettings(rounds=5, evaluation_interval=1, deadline_seconds=600, early_stopping="off")
@@ -127,6 +128,7 @@ def test_a_rounds_lines_name_federation_and_round_and_a_calls_lines_its_device(o
 
 def test_an_answer_names_its_request(open_app):
     client = open_app()
+    assert {client.get(path).headers["sparrow-wire"] for path in ("/healthz", "/v1/nonsense")} == {str(WIRE)}
     assert client.get("/healthz", headers={"X-Request-ID": "from-the-proxy.1"}).headers["x-request-id"] == (
         "from-the-proxy.1"
     )
