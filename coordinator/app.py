@@ -265,7 +265,7 @@ class Coordinator:
         self._checking.result()
 
     def _trouble(self) -> str | None:
-        """Return why the process is not ready, or None."""
+        """Return the reason why the process is not ready, or None."""
         try:
             self._check_progress()
             self._check_storage()
@@ -321,7 +321,7 @@ class Coordinator:
         self.fact_recorded()
 
     def _look_after(self) -> bool:
-        """Run the work due at every fact and tick; return whether a round moved."""
+        """Run the work that is due after each fact and tick; return whether a round advanced."""
         if self._clock is not None:
             self._clock.keep()
         self.store.check()

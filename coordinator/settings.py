@@ -170,7 +170,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _tokens_differ(self) -> Settings:
-        """Refuse the same token for two kinds: every device would have the operator's."""
+        """Refuse the same token for two kinds, because devices would get the operator's permissions."""
         kinds = {token: kind for kind, token in self.tokens().items()}
         for kind, token in self.tokens().items():
             if kinds[token] != kind:

@@ -1,8 +1,9 @@
 """The webhook: events and alerts of this coordinator, posted to an address that its settings name.
 
 Events come from the records in their order; the last delivered one is in the records, too, so a restart repeats at most
-the deliveries in progress and loses none. Alerts are conditions that the process that moves rounds looks for: it is not
-ready, a federation has not moved for two deadlines, the disk is nearly full. Their beginnings and ends are posted.
+the deliveries in progress and loses none. Alerts report conditions that the process in charge of rounds checks: it is
+not ready, a federation has made no progress for two deadlines, or the disk is nearly full. The start and the end of
+each condition are posted.
 
 A body is JSON (``protocol.events.Notification``). ``Sparrow-Signature`` is ``v1=`` and the hexadecimal HMAC-SHA-256 of
 ``Sparrow-Timestamp``, a dot and the body, with the secret of the settings as key. A failed delivery is repeated, at
@@ -51,7 +52,7 @@ LOW_DISK = 4
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is posted where. kinds: of events; empty for all. secret: the key of signatures."""
+    """Configuration of the webhook. kinds: of events; empty for all. secret: the key of signatures."""
 
     destination: Destination
     secret: str = field(repr=False)
@@ -116,7 +117,7 @@ class Webhook:
             self._thread.join(1.0)
 
     def look(self) -> None:
-        """Note alerts for conditions that have begun or ended."""
+        """Queue alerts for conditions that have begun or ended."""
         found: dict[tuple[AlertKind, str | None], str] = {}
         trouble = self._trouble()
         if trouble is not None:

@@ -1,8 +1,8 @@
 """Permissions of callers, whom ``api.middleware.authentication`` has identified.
 
-If no token of a kind is set, calls of that kind are open to everybody. Calls of administrators and observers are then
-answered only under a name of this coordinator (``calls.hosts``), so that no web page makes them. Enrolment is not
-restricted so: its users may call this machine by any name.
+If no token of a kind is set, calls of this kind need no token. Calls of administrators and observers must then use a
+host name of this coordinator (``calls.hosts``), which excludes DNS rebinding by web pages. Enrolment has no such
+restriction, because devices may use any name of this machine.
 """
 
 from __future__ import annotations

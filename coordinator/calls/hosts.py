@@ -1,7 +1,7 @@
 """Host names of this coordinator, as protection against DNS rebinding.
 
-A page of another site may let its name resolve to this machine's address. To the browser the coordinator is then that
-site, so the page may make any call that needs no token, and read the answer. Such calls have the page's name as
+The domain of a malicious web page can resolve to this machine's address. The browser then treats the coordinator as the
+same site, so the page can make any call that needs no token and read the answer. Such calls have the page's domain as
 ``Host``.
 """
 

@@ -52,7 +52,7 @@ class Signal:
 
 
 class LongPoll:
-    """A waiting call, which is over when its caller disconnects or makes a newer one."""
+    """A waiting call; it ends when its caller disconnects or makes a newer call."""
 
     def __init__(self, receive: Receive) -> None:
         self.over = False
@@ -108,7 +108,7 @@ class LongPolls:
 
 
 class FoundNothing:
-    """Devices whose last update was answered without work: until something moves, their next call needs no look-up."""
+    """Devices whose last update was answered without work: until a round advances, their next call needs no look-up."""
 
     MOST = 10_000
 

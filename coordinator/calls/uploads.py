@@ -168,7 +168,8 @@ class Uploads:
     ) -> Taken | int:
         """Receive the missing bytes of a large update, accept the whole, and remove its part.
 
-        Few are in memory at a time, and one per device. Raises WrongRange if the range does not continue the part.
+        Only a few updates are in memory at a time, and one per device. Raises WrongRange if the range does not continue
+        the part.
         """
         declared = request.headers.get("content-length", "")
         digest = request.headers.get(DIGEST_HEADER, "")

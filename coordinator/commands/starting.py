@@ -47,7 +47,7 @@ def keep_tokens(folder: Path, secrets: Mapping[Kind, str]) -> None:
 
 
 def first_join(settings: Settings, listening: Listening, secrets: Mapping[Kind, str]) -> Iterator[str]:
-    """Yield the lines, shown once, about the tokens made at the first start on a network."""
+    """Yield the lines about the tokens created at the first start on a network; they are shown only once."""
     path = settings.data_dir / TOKENS_FILE
     server = f"--server {listening.url}"
     yield f"Other machines can reach this coordinator, so its calls need tokens, kept in {path} and shown only now:"

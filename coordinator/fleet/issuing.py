@@ -1,7 +1,7 @@
 """Creating, listing and revoking operators' tokens, by calls and by ``sparrow token --records``.
 
-A token remembers the admin token with which it was made, so whoever revokes a stolen admin token can revoke the tokens
-that the thief made with it.
+The record of a token names the admin token that created it. If an admin token was stolen, an administrator can
+therefore revoke it together with all tokens created with it.
 """
 
 from __future__ import annotations

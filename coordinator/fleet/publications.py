@@ -1,6 +1,6 @@
 """Signed publications of models: checked on receipt, stored, and served unchanged.
 
-The coordinator's check does not replace the devices' own; it only refuses early what devices would refuse.
+Devices check publications themselves. The coordinator's check only refuses invalid publications early.
 """
 
 from __future__ import annotations

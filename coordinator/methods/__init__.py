@@ -1,7 +1,7 @@
 """The server half of each method, one file each, named like its device half in ``edge_sdk/methods``.
 
-A method is a record of functions, ``CoordinatorMethod``. It plans devices' work and makes the next global model from a
-round's sums. It keeps nothing itself: the round engine stores its state. The engine only reads the record's fields.
+A method is a record of functions, ``CoordinatorMethod``. It plans the devices' work and computes the next global model
+from a round's sums. It is stateless: the round engine stores its state. The engine only reads the record's fields.
 Other packages register a record under the entry point ``sparrow.coordinator_methods``.
 """
 
@@ -112,7 +112,7 @@ def close_with_mean(model: GlobalModel, sums: Any, situation: Situation) -> Glob
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation:
-    """The way from updates to the next global model."""
+    """Aggregation of updates into the next global model."""
 
     # Creates the sums of a round's updates.
     sums: Callable[[GlobalModel, Situation], Sums] = masked_sums
@@ -130,7 +130,7 @@ WEIGHTED_MEAN = Aggregation(why_mean_only=None, why_not_private=None, why_not_bu
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Rounds with other work than ``train``, or with a plan."""
+    """Schedule of rounds with work other than ``train``, or with a plan."""
 
     # Returns the work of round ``situation.round``.
     work: Callable[[Situation], Work] = lambda situation: Work()

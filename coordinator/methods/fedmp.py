@@ -178,7 +178,7 @@ def pruning(settings: FederationSettings) -> ServerPruning | None:
 
 
 def choice(settings: FederationSettings) -> DeviceChoice | None:
-    """Return the devices' choice, if ``ratios`` asks for it."""
+    """Return how devices choose their neurons, if ``ratios`` is ``budget``."""
     return DeviceChoice() if own_settings(settings, FedMPSettings).ratios == "budget" else None
 
 

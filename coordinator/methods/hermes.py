@@ -53,7 +53,7 @@ GRADUAL = DeviceChoice(keeps=reaches, fault=fault)
 
 
 def choice(settings: FederationSettings) -> DeviceChoice:
-    """Return the devices' way of choosing."""
+    """Return how devices choose their neurons."""
     return GRADUAL if own_settings(settings, HermesSettings).pruning == "gradual" else DeviceChoice()
 
 

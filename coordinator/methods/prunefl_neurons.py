@@ -46,7 +46,7 @@ def keeps(mask: NeuronMask, ratio: float, situation: Situation) -> bool:
 
 
 def choice(settings: FederationSettings) -> DeviceChoice:
-    """Return the devices' way of choosing."""
+    """Return how devices choose their neurons."""
     gathered = own_settings(settings, PruneFLNeuronsSettings).importance == "gathered"
     return DeviceChoice(keeps=keeps) if gathered else DeviceChoice()
 

@@ -1,4 +1,4 @@
-"""Which old global models are kept, so that an operator can go back to one."""
+"""Retention of old global models, to which an operator can roll back."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Quality(NamedTuple):
 class Retention:
     """The newest ``last`` models, the best one, pinned ones, and every ``every``-th (0: none).
 
-    Every ``every``-th is thinned with age: of models that are ``DENSE * every`` or more behind the newest, every second
-    stays, beyond twice that every fourth, and so on. So their number grows with the logarithm of the rounds.
+    The ``every``-th models are thinned with age: from an age of ``DENSE * every`` rounds every second one is kept, from
+    twice this age every fourth, and so on. Their number is therefore logarithmic in the number of rounds.
     """
 
     last: int = 1

@@ -1,1 +1,1 @@
-"""Rounds: cohorts, assignments, and the way from updates to the next model."""
+"""Rounds: cohorts, assignments, and the aggregation of updates into the next model."""

@@ -3,9 +3,9 @@
 An update is decoded once. Sums take the decoded values from memory (``intake.DecodedUpdates``) if they are still
 cached, otherwise from the disk.
 
-A device with ``MOST_REFUSALS`` refused updates in a row loses its assignment and rests: its rounds would wait for it,
-and each body costs the coordinator a check. After the rest, one refusal suffices for the next. Each refusal is the
-device's failure; accepted work that ends the failure (``failing``) resets the count.
+A device with ``MOST_REFUSALS`` refused updates in a row loses its assignment and gets no work for a while, because
+rounds would wait for it and each body must be checked. After this pause, one refusal is enough for the next pause. Each
+refusal is the device's failure; accepted work that ends the failure (``failing``) resets the count.
 """
 
 from __future__ import annotations

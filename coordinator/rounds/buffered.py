@@ -114,7 +114,7 @@ def bring_forward(
 
 
 def goes_on(db: Session, federation: Federation) -> bool:
-    """Return whether training devices or waiting updates will count in the next round."""
+    """Return whether the updates of training devices, or waiting updates, will count in the next round."""
     if settings_of(federation).buffer is None:
         return False
     return bool(working(db, federation) or arrivals(db, federation, most=1))

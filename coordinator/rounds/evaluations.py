@@ -91,7 +91,7 @@ def _work(
 def _who_judges_global(
     federation: Federation, settings: FederationSettings, present: list[Device], *, always: bool, wanted: bool
 ) -> set[str]:
-    """Return the names of the devices that get the global model: all if ``always``, a sample if ``wanted``."""
+    """Return the names of the devices that evaluate the global model: all if ``always``, a sample if ``wanted``."""
     method = load_method(federation.method)
     if not sends_values(method, Kind.evaluate, holds_model=True):
         return set()

@@ -1,7 +1,7 @@
-"""Failures of devices: their reasons, shown to operators until they are over.
+"""Failures of devices: their reasons, shown to operators until they are resolved.
 
-A failure is over when the device does such work successfully again. A failure of training lasts until an update is
-accepted, in a secure round until the phase in which it failed succeeds; evaluations do not end it. A failure of an
+A failure is resolved when the device completes work of the same kind again. A failure of training lasts until an update
+is accepted, in a secure round until the phase in which it failed succeeds; evaluations do not end it. A failure of an
 evaluation lasts until an evaluation is accepted. A device that was interrupted has recovered with any accepted work. A
 lesser failure does not replace one that lasts longer.
 """
@@ -36,7 +36,7 @@ def rests(device: Device, now: float) -> bool:
 def note_failure(db: Session, device: Device, assignment: Assignment | None, reason: str, now: float) -> None:
     """Record why a device failed, unless a failure that lasts longer is recorded. assignment: None without work.
 
-    A device that fails again, for whatever reason, has failed since the first time.
+    If a device fails again, for any reason, the time of its first failure is kept.
     """
     reason = reason[:LONGEST_REASON]
     failure = {

@@ -3,10 +3,10 @@
 A length is the 2-norm of an update's difference from the sent values, not scaled by the budget: devices with different
 budgets have about the same norm (docs/results/security.md).
 
-The usual length is the lower median over the last ``WINDOW`` rounds; the first round uses its own. Lengths count after
-clipping, so less than half of the devices cannot raise it above the longest honest one. With the lower median, the
-longer of two updates does not set its own bound. Lengths are kept in the rounds' notes, so a restart does not change
-the bound.
+The usual length is the lower median over the last ``WINDOW`` rounds; the first round uses its own. Lengths are taken
+after clipping, so a minority of malicious devices cannot raise it above the longest honest length. With the lower
+median, the longer of two updates does not determine its own bound. Lengths are kept in the rounds' notes, so a restart
+does not change the bound.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Events in the records (``sparrow.protocol.events``), each written by the transaction that causes it.
 
-Of each federation the newest ``MOST_EVENTS`` are kept, of its devices and of itself separately: a device that pauses
-and resumes all day must not displace the operator's rollbacks.
+The newest ``MOST_EVENTS`` events of each federation are kept, and separately those of its devices: frequent pauses of a
+device must not displace rollbacks by the operator.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@
 Locks belong to one transaction that stays open, not to a session, so they work behind a pooler that gives each
 transaction another session. It reads no table, so it delays neither vacuum nor migrations.
 
-A process that takes over begins a new epoch of the lease. Every transaction that moves rounds checks the epoch, so a
-replaced process that wakes up changes nothing. A process that hangs while it writes blocks all writers until the server
-ends its transaction (``database.IDLE_SECONDS``).
+A process that takes over starts a new epoch of the lease. Every transaction that moves rounds checks the epoch, so a
+replaced process that resumes cannot make changes. A process that hangs while it writes blocks all writers until the
+server ends its transaction (``database.IDLE_SECONDS``).
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ class Store:
 
 
 def keep_private(folder: Path) -> None:
-    """Remove other users' access to a coordinator's files, or log a warning if that is not its decision."""
+    """Remove other users' access to a coordinator's files, or log a warning if it may not change the permissions."""
     # The owner of a shared folder (sticky bit), or of a folder with other files in it, decides about access.
     inside = list(folder.iterdir())
     ours = [path for path in inside if path.name in ("blobs", "uploads", "lock") or path.name.startswith(RECORDS_FILE)]

@@ -12,7 +12,7 @@ can send every coordinate and are never late.
 
 Before any rule, each value is clipped to its tensor's bound: its distance from the old model becomes at most the lower
 median, over the updates that sent some of the tensor, of their largest distances in it. If at most half of these
-updates are malicious, an honest device moved one of the tensor's values that far.
+updates are malicious, the bound is at most the largest change by an honest device.
 
 Guarantees for each coordinate with up to f malicious devices:
 

@@ -1,7 +1,7 @@
 """The device page at ``/join/FEDERATION``: static files without a build step.
 
-``static/join.html`` and ``page.js`` are its screen. ``worker.js`` is the device; its modules have the names of the
-SDK's modules that they translate. It trains with onnxruntime-web (``runtime``).
+``static/join.html`` and ``page.js`` are the user interface. ``worker.js`` is the device; its modules have the names of
+the corresponding SDK modules. It trains with onnxruntime-web (``runtime``).
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def missing() -> list[Package]:
 
 
 def why_not_there() -> str | None:
-    """Return the reason why pages are limited and the command to run, or None if no package is missing."""
+    """Return the reason why pages are limited, with the command that fixes it, or None if no package is missing."""
     lacks = missing()
     if not lacks:
         return None

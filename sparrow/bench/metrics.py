@@ -205,7 +205,7 @@ def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def idle(acts: Sequence[str], records: Sequence[RoundRecord]) -> tuple[str, ...]:
-    """Return the method's ``acts`` that are zero over all rounds, for which its mechanism had no effect."""
+    """Return the method's ``acts`` that are zero over all rounds: its mechanism was idle."""
     counted = total(each for record in records for each in (record.counts, record.notes))
     return tuple(name for name in acts if not counted.get(name))
 

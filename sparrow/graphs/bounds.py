@@ -1,8 +1,8 @@
-"""Limits on the memory that a hostile ONNX skeleton takes, checked before ONNX or ONNX Runtime reads it.
+"""Memory limits for untrusted ONNX skeletons, checked before ONNX or ONNX Runtime parses them.
 
-A file of 300 bytes can ask for gigabytes, by constants of a given shape or a chain of concatenations. So fields are
-counted before parsing, only ``OPERATORS`` are accepted, and sizes are inferred node by node: a value that is too large,
-or of unknown size, ends the walk before anything of its size exists.
+A file of 300 bytes can allocate gigabytes, with constants of a given shape or a chain of concatenations. Fields are
+therefore counted before parsing, and only ``OPERATORS`` are accepted. Sizes are inferred node by node, and a value that
+is too large or of unknown size is refused before it is allocated.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ class Walk:
 
 
 def too_slow(name: str, operator: str, seconds: float, what: str) -> SkeletonError:
-    """Return the error of a node that takes too long. what: for which samples."""
+    """Return the error for a node that takes too long. what: the samples that it processes."""
     return SkeletonError(
         f"the node {name[:80]!r} ({operator[:80]!r}) is predicted to take {seconds:,.1f} s for {what}, at most "
         f"{MOST_SECONDS:g} s are accepted; publish a smaller model"

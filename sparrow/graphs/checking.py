@@ -1,7 +1,7 @@
 """Check of a training step's graph before a device runs it.
 
-Graphs come over the network. A graph is refused before ONNX Runtime reads it if it accesses anything besides a batch
-and the manifest's tensors, uses an operator of unknown size or effect, or takes more than a model of this size may.
+Graphs come over the network. A graph is refused before ONNX Runtime reads it if it accesses data other than a batch and
+the manifest's tensors, uses an operator of unknown size or effect, or exceeds the limits for a model of this size.
 
 Sizes are inferred node by node at two numbers of samples. At most one axis of a value may differ, in proportion to the
 samples, and operators along that axis must keep its length. So the results hold for every batch.
@@ -108,7 +108,7 @@ def _at(line: tuple[NDArray[np.float64], NDArray[np.float64]], samples: int) -> 
 
 
 def check_graphs(graphs: Graphs, manifest: Manifest) -> tuple[Needs, Needs]:
-    """Return the needs of step and evaluation. Raises GraphError, naming the fault, for a graph not fit to run."""
+    """Return the needs of step and evaluation. Raises GraphError, naming the fault, for an unsafe graph."""
     return _check(graphs.step, manifest, "step"), _check(graphs.evaluation, manifest, "evaluation")
 
 

@@ -1,4 +1,4 @@
-"""Graphs of narrow networks: the training step of only the active neurons, made from the whole network's.
+"""Graphs of narrow networks: training steps for only the active neurons, derived from the whole network's step.
 
 The narrow graph computes the whole network's results if weights, biases, scales and shifts of dropped neurons are zero.
 Values are *cut* along axes to the places of active neurons, by rules for operators:

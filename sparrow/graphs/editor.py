@@ -48,7 +48,7 @@ def loss_part(graph: onnx.GraphProto, ends: Collection[str]) -> list[onnx.NodePr
 
 
 class Editor:
-    """A graph under change: makers and readers of each value, constants and known shapes.
+    """A mutable graph: producers and consumers of each value, constants and known shapes.
 
     ``shape`` has None for an axis of unknown length.
     """

@@ -1,4 +1,4 @@
-"""Checks of operators whose inputs decide their cost, and the memory that operators take besides results."""
+"""Checks of operators whose cost depends on their inputs, and the workspace memory of operators."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_numbers(node: NodeProto, values: Values) -> None:
 
 
 def _check_divisor(node: NodeProto, values: Values) -> None:
-    """Raise SkeletonError for integers divided by 0 or -1, which ends the process by a trap of the processor."""
+    """Raise SkeletonError for integers divided by 0 or -1, which can crash the process with a hardware exception."""
     if any(name not in values.types for name in node.input[:2]):
         return
     if values.kind(node.input[0]) in FLOATS:
@@ -187,7 +187,7 @@ def _constant_of(node: NodeProto, values: Values, place: int, usual: int | None 
 
 
 def bytes_beside(node: NodeProto, values: Values) -> int:
-    """Return the bytes that an operator takes besides inputs and results, as measured with ONNX Runtime."""
+    """Return the workspace of an operator in bytes, as measured with ONNX Runtime."""
     given = attributes(node)
     if node.op_type == "ConvTranspose":
         # The input is unfolded.

@@ -198,7 +198,7 @@ def _error(component: int) -> str:
 
 
 def _behind(graph: GraphProto, name: str, but: Iterable[NodeProto]) -> list[NodeProto]:
-    """Return the nodes after a value, in order, except ``but``."""
+    """Return the nodes that depend on a value, in order, except ``but``."""
     left_out = {made for node in but for made in node.output}
     reached = {name}
     behind = []

@@ -5,8 +5,8 @@ v(w + ε d), node by node from the weights on (forward mode), so that
 
     flow:NAME = d/dε g(w + ε d) = H d         for the input d, named along:NAME, of each requested weight
 
-exactly, as double differentiation in PyTorch. At a kink of a function this is the derivative of the present piece;
-differences of gradients fail here, because hundreds of activations cross a kink.
+exactly, like double differentiation in PyTorch. At a kink of a function the result is the derivative of the current
+piece. Finite differences of gradients are inaccurate, because hundreds of activations cross a kink.
 """
 
 from __future__ import annotations

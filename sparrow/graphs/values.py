@@ -99,6 +99,6 @@ def named(node: NodeProto) -> str:
 
 
 def unknown(node: NodeProto | None) -> SkeletonError:
-    """Return the error for a value of unknown size, of a node, an input or an initialiser."""
+    """Return the error for a node, an input or an initialiser whose size is unknown."""
     what = "an input or initialiser" if node is None else named(node)
     return SkeletonError(f"{what}: the size of a value is not known before it runs; derive shapes from the input's")

@@ -57,7 +57,7 @@ def read_archive(path: Path, source: str, options: ReadOptions, wanted: Wanted) 
 def opened(path: Path, source: str) -> Iterator[Mapping[str, Array] | Array]:
     """Context manager: the arrays of an npz file, read when they are used, or the array of an npy file.
 
-    source: its name in messages. Raises DataError for all that is damaged, also while arrays are read.
+    source: its name in messages. Raises DataError for a damaged file, also while arrays are read.
     """
     try:
         with path.open("rb") as file:

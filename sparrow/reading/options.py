@@ -95,7 +95,7 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The samples that are wanted; the fields are arguments of ``read_file``."""
+    """Requested samples; the fields are arguments of ``read_file``."""
 
     preparation: Preparation | None = None
     targets: Targets | None = None

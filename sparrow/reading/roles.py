@@ -171,7 +171,7 @@ def _wanted(source: str, name: str, names: Sequence[str], kept: Sequence[int], s
 def find_label(
     source: str, names: Sequence[str], kept: Sequence[int], options: ReadOptions, wanted: Wanted
 ) -> int | None:
-    """Return the position of the labels among ``kept``. Raises DataError if they are wanted and missing."""
+    """Return the position of the labels among ``kept``. Raises DataError if they are required and missing."""
     name = options.label or (wanted.targets.column if wanted.targets else None)
     if name is None:
         return _usual_label(source, names, kept, wanted.labelled)

@@ -48,7 +48,7 @@ _SINCE_1970 = 3e8
 
 
 def is_time(name: str) -> bool:
-    """Return whether a column's name is one of times; plain ``t`` may be a temperature."""
+    """Return whether a column's name denotes times; ``t`` does not, because it may be a temperature."""
     return name.strip().casefold() != "t" and _NAME.fullmatch(name.strip().casefold()) is not None
 
 

@@ -1,9 +1,9 @@
 """POST to an address that an operator configured, for webhooks.
 
-The host's name is resolved once for each call, all its addresses are checked, and the call goes to a checked one, so a
-name whose answer changes in between has no effect. Proxies, redirects and cookies are not used. TLS checks the
-certificate against the name. Addresses that are not public are refused unless the operator lists their network: a name
-outside of the operator's control must not lead to services of the operator's network.
+The host name is resolved once per call, all its addresses are checked, and the call is sent to a checked address, which
+prevents DNS rebinding. Proxies, redirects and cookies are not used. TLS verifies the certificate against the host name.
+Non-public addresses are refused unless the operator lists their network: an external name must not give access to
+services in the operator's network.
 """
 
 from __future__ import annotations

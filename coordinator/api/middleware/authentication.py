@@ -1,8 +1,8 @@
 """Identification of every caller, and refusal of unknown callers.
 
 If all kinds of tokens are set, a caller without a valid one gets the same 401 for every path, existing or not, except
-pages and their files. A route that forgets to check its caller is closed, too. The rate limit of identified callers
-runs between the two middlewares of this file.
+pages and their files. Routes without a check of their own are protected, too. The rate limit of identified callers runs
+between the two middlewares of this file.
 """
 
 from __future__ import annotations

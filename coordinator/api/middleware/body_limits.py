@@ -1,8 +1,8 @@
 """Limits of the length and the slowness of bodies.
 
-A slow body holds a connection, memory and a place in the queue. In every ``patience_seconds`` at least
-``bytes_per_second`` times as many bytes must arrive. A slow link may take as long as it needs; a sender that stalls or
-trickles is ended.
+A slow body occupies a connection, memory and a place in the queue. In each interval of ``patience_seconds``, at least
+``bytes_per_second`` bytes per second must arrive. The total time is not limited; calls of senders that stall or send
+too slowly are ended.
 """
 
 from __future__ import annotations
