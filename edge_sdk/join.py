@@ -250,10 +250,6 @@ def join(
             if unnamed:
                 _check_renamed(root, name)
             state_dir = root / name
-        if federation == DEFAULT and not Path(state_dir).exists():
-            # A stop is seen again below, once there is a folder.
-            with suppress(Stopped):
-                _check_default(transport, make_task)
         folder = StateFolder(Path(state_dir))
         stack.callback(folder.close)
         stack.callback(bar.close)
@@ -262,6 +258,8 @@ def join(
         meter = stack.enter_context(EnergyMeter(model=options.watts))
         try:
             halt.check()
+            if federation == DEFAULT and folder.known_identity() is None:
+                _check_default(transport, make_task)
             session = Session(
                 transport,
                 folder,

@@ -38,7 +38,8 @@ def note_failure(db: Session, device: Device, assignment: Assignment | None, rea
 
     If a device fails again, for any reason, the time of its first failure is kept.
     """
-    reason = reason[:LONGEST_REASON]
+    # PostgreSQL has no NUL in text, and a refusal may quote the update.
+    reason = reason[:LONGEST_REASON].replace("\0", "\ufffd")
     failure = {
         "reason": reason,
         "round": assignment.round if assignment is not None else None,

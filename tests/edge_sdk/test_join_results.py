@@ -59,7 +59,7 @@ def exploding() -> Task:
     [
         *(({"budget": budget}, r"budget=.* is invalid; give the share") for budget in (0.0, 1.5, -1, "0.5")),
         ({"budget": float("nan")}, "budget=nan is invalid"),
-        ({"threads": 0}, "threads=0 is invalid; give a whole number above 0"),
+        ({"threads": 0}, "threads=0 is invalid; give a positive integer"),
         ({"memory_limit": -1}, "memory_limit=-1 is invalid"),
         ({"patience_seconds": -1}, "patience_seconds=-1 is invalid"),
         ({"accelerator": "gpu"}, "unknown accelerator 'gpu'; choose from auto, cpu, cuda"),

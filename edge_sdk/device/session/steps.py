@@ -124,9 +124,9 @@ class Session(Working):
                 data_warnings=self._data_warnings(),
                 conditions=Conditions(),
                 holds_model=self.personal is not None,
-                start=self._begin(),
             )
-            self._or_enrol_again(lambda: self._tell(change))
+            # Enrolling again registers a start, too: each call needs the one after it.
+            self._or_enrol_again(lambda: self._tell(change.model_copy(update={"start": self._begin()})))
 
     def _enrol(self) -> None:
         request = Enrol(
