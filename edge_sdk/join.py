@@ -67,7 +67,6 @@ from .errors import (
     FederationDeleted,
     NotFound,
     NothingTrained,
-    Refused,
     SdkError,
     failure_of,
     translated,
@@ -245,7 +244,7 @@ def join(
             sleep=halt.sleep,
         )
         transport.token = options.enrolment_token or token_of("enrolment")
-        if state_dir is None:
+        if not state_dir:
             root = default_root(server, federation)
             if unnamed:
                 _check_renamed(root, name)
@@ -258,8 +257,6 @@ def join(
         meter = stack.enter_context(EnergyMeter(model=options.watts))
         try:
             halt.check()
-            if federation == DEFAULT and folder.known_identity() is None:
-                _check_default(transport, make_task)
             session = Session(
                 transport,
                 folder,
@@ -268,6 +265,10 @@ def join(
                 make_task=lambda info, manifest: replace(make_task(info, manifest), compute=compute),
                 options=_session_options(options, folder, meter, tell, halt, demands, noise, engine),
             )
+        except NotFound as missing:
+            if federation == DEFAULT and (task is None or isinstance(task, str)):
+                raise _naming_fitting(missing, transport, make_task) from None
+            raise
         except Stopped:
             return result_before(folder.progress(), name, 1.0 if options.budget is None else options.budget, noise)
         tell.begin(session)
@@ -280,21 +281,20 @@ def join(
         return result
 
 
-def _check_default(transport: Transport, make_task: Callable[[FederationInfo, Manifest], Task]) -> None:
-    """Raise NotFound if there is no federation of the default name, naming those that this device's data fit."""
+def _naming_fitting(
+    missing: NotFound, transport: Transport, make_task: Callable[[FederationInfo, Manifest], Task]
+) -> NotFound:
+    """Return the error for a missing default federation, with the names of those that this device's data fit."""
     try:
-        transport.federation(DEFAULT)
-    except NotFound as error:
-        try:
-            there = transport.federations()
-        except Refused:
-            raise error from None
+        there = transport.federations()
         fitting = [info.name for info in there[:MOST_TRIED] if _fits(transport, info, make_task)]
-        if not fitting:
-            raise
-        raise NotFound(
-            404, f"there is no federation {DEFAULT!r}; this device's data fit --federation {' or '.join(fitting)}"
-        ) from None
+    except (SdkError, Stopped):
+        return missing
+    if not fitting or any(info.name == DEFAULT for info in there):
+        return missing
+    return NotFound(
+        404, f"there is no federation {DEFAULT!r}; this device's data fit --federation {' or '.join(fitting)}"
+    )
 
 
 def _fits(transport: Transport, info: FederationInfo, make_task: Callable[[FederationInfo, Manifest], Task]) -> bool:

@@ -153,8 +153,8 @@ class Devices:
                 device.enrolled_at = now
                 events.record(db, federation.id, EventKind.joined, now, device=request.name)
             enrolled = Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
-            before = device.token_sha256
-        self._forget(before)
+            known = device.token_sha256 if joined else None
+        self._forget(known)
         if copied is not None:
             raise copied
         return enrolled

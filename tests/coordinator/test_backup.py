@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 from sqlalchemy import select
@@ -42,6 +42,16 @@ def some_way(coordinator, answer, rounds=2):
     return devices
 
 
+@contextmanager
+def going_on(folder, clock, devices, **settings):
+    """A restored coordinator, which these devices call from now on."""
+    coordinator = LocalCoordinator(folder, clock, **settings)
+    with closing(coordinator.store):
+        for device in devices:
+            device.coordinator = coordinator
+        yield coordinator
+
+
 def test_what_was_acknowledged_is_in_the_copy(tmp_path, clock, answer, play):
     coordinator = LocalCoordinator(tmp_path / "data", clock)
     with closing(coordinator.store):
@@ -50,11 +60,8 @@ def test_what_was_acknowledged_is_in_the_copy(tmp_path, clock, answer, play):
         play(coordinator, devices)
         wanted = coordinator.model()
     bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
-    coordinator = LocalCoordinator(tmp_path / "new", clock)
-    with closing(coordinator.store):
+    with going_on(tmp_path / "new", clock, devices) as coordinator:
         assert coordinator.record(3).updates == 1, "it was acknowledged, and its round is open"
-        for device in devices:
-            device.coordinator = coordinator
         play(coordinator, devices)
         assert coordinator.model() == wanted, "bit for bit what became of the other"
 
@@ -187,10 +194,7 @@ def test_of_postgresql(tmp_path, clock, answer, play, monkeypatch, postgresql):
     with pytest.raises(BackupFailed, match="already has a coordinator's tables"):
         bring_back(settings_for(tmp_path / "new", database_url=first), tmp_path / "copy")
     bring_back(settings_for(tmp_path / "new", database_url=second), tmp_path / "copy")
-    coordinator = LocalCoordinator(tmp_path / "new", clock, database_url=second)
-    with closing(coordinator.store):
-        for device in devices:
-            device.coordinator = coordinator
+    with going_on(tmp_path / "new", clock, devices, database_url=second) as coordinator:
         play(coordinator, devices)
         assert coordinator.model() == wanted
 
@@ -215,10 +219,7 @@ def test_a_federation_moves_from_sqlite_to_postgresql_and_goes_on(tmp_path, cloc
         wanted = coordinator.model()
     bring_back(settings_for(tmp_path / "new", database_url=url), tmp_path / "copy")
     assert rows(url) == rows(tmp_path / "copy" / RECORDS_FILE)
-    coordinator = LocalCoordinator(tmp_path / "new", clock, database_url=url)
-    with closing(coordinator.store):
-        for device in devices:
-            device.coordinator = coordinator
+    with going_on(tmp_path / "new", clock, devices, database_url=url) as coordinator:
         play(coordinator, devices)
         assert coordinator.model() == wanted
         # Numbers of rows go on, too.
