@@ -24,6 +24,8 @@ from ..errors import (
     NotAllowed,
     NotAuthenticated,
     NotFound,
+    OtherStart,
+    RequestError,
     StateCopied,
     TokenExpired,
 )
@@ -92,12 +94,10 @@ class Devices:
         enrols without one; its name stays free.
 
         token_id: the enrolment token whose use is counted in the same transaction. Raises NameTaken, NotFound,
-        NotAuthenticated, StateCopied.
+        NotAuthenticated.
         """
         key = digest_of(request.enrolment_key)
         now = self._clock()
-        # Raised after the transaction, which keeps the failure.
-        copied = None
         with self._store.writing() as db:
             federation = find(db, federation_name)
             device = db.scalar(
@@ -133,7 +133,8 @@ class Devices:
                 token = secret_after("device", device.token_sha256, request.enrolment_key)
                 device.next_token_sha256 = digest_of(token)
             if request.start is not None:
-                copied = _note_start(db, device, request.start, now)
+                # Without its token a device cannot register again: its next call is refused.
+                _note_start(db, device, request.start, now)
             if not joined:
                 device.identity_key = request.identity_key
             device.profile = request.profile.model_dump(mode="json")
@@ -155,8 +156,6 @@ class Devices:
             enrolled = Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
             known = device.token_sha256 if joined else None
         self._forget(known)
-        if copied is not None:
-            raise copied
         return enrolled
 
     def known_caller(self, token: str) -> Caller | None:
@@ -250,19 +249,20 @@ class Devices:
     def change(self, device_id: str, request: ChangeDevice) -> None:
         """Change a device's budget (from the next round on) or conditions, or revoke it.
 
-        Raises NotFound; StateCopied if another copy of its state folder has started.
+        Raises NotFound; OtherStart if another process of it has started; StateCopied if it runs twice.
         """
-        copied = None
+        # Raised after the transaction, which keeps the failure.
+        refusal = None
         with self._store.writing() as db:
             device = _existing(db, device_id)
             if request.start is not None:
-                copied = _note_start(db, device, request.start, self._clock())
-            if copied is None:
+                refusal = _note_start(db, device, request.start, self._clock())
+            if refusal is None:
                 self._apply(db, device, request)
             changed = device.token_sha256 if request.revoked or request.start is not None else None
         self._forget(changed)
-        if copied is not None:
-            raise copied
+        if refusal is not None:
+            raise refusal
 
     def _apply(self, db: Session, device: Device, request: ChangeDevice) -> None:
         now = self._clock()
@@ -351,10 +351,12 @@ def _existing(db: Session, device_id: str) -> Device:
     return device
 
 
-def _note_start(db: Session, device: Device, start: Start, now: float) -> StateCopied | None:
+def _note_start(db: Session, device: Device, start: Start, now: float) -> RequestError | None:
     """Record the last start of a device's process.
 
-    Returns the error if another copy of its state folder has started since: no copy gets work until one takes over.
+    Returns OtherStart if the coordinator knows a start that this one does not follow. If the process answers this by
+    registering again, another copy of its state folder has started: StateCopied, and no copy gets work until one takes
+    over.
     """
     if device.start is None or device.start in (start.id, *start.after):
         device.start = start.id
@@ -365,6 +367,9 @@ def _note_start(db: Session, device: Device, start: Start, now: float) -> StateC
             device.failure = None
             events.record(db, device.federation_id, EventKind.recovered, now, device=device.name)
         return None
+    if not start.again:
+        # The request of an earlier process may arrive late, or twice: it must not stop the process that runs now.
+        return OtherStart("another process of this device has started since; register this start again")
     device.start = COPIED
     device.present = False
     note_failure(db, device, _take_back(db, device.id, STATE_COPIED), STATE_COPIED, now)

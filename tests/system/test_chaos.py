@@ -27,7 +27,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 def holds(shared: Machines, scenario: str, store: str, strikes: int) -> None:
     row = run(shared, SCENARIOS[scenario], store, seed=SEED, strikes=strikes, families=FAMILIES)
-    assert row["failed"] is None, row
+    if row["failed"] is not None:
+        # In full: an assertion's message is cut.
+        pytest.fail(f"seed {SEED}: {row['failed']}")
     assert row["models"] > 0
     assert row["kills"] > 0
 

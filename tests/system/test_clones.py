@@ -2,6 +2,7 @@
 
 import shutil
 
+import httpx
 import pytest
 
 from edge_sdk import join
@@ -11,6 +12,7 @@ from edge_sdk.device.transport import Transport
 from edge_sdk.errors import StateCopied
 from edge_sdk.tasks.digits import load
 from sparrow.command_line.exits import Exit
+from sparrow.protocol.messages import Enrol, Start
 from sparrow.transport import connect
 
 from .conftest import wait_until
@@ -74,6 +76,26 @@ def test_two_copies_of_a_folder_are_both_refused_until_one_takes_over(start, coo
     worked(kept)
     with pytest.raises(StateCopied):
         second.step()
+
+
+def test_late_requests_of_an_earlier_process_do_not_stop_a_device(start, coordinator, tmp_path):
+    first = start(tmp_path / "card")
+    late = Enrol(
+        name="pi",
+        enrolment_key=first.identity.enrolment_key,
+        start=Start(id=first.identity.starts[-1]),
+    ).model_dump(mode="json", exclude_none=True)
+    first.end()
+    second = start(tmp_path / "card")
+    with httpx.Client(base_url=coordinator.url) as client:
+        answer = client.post("/v1/federations/lab/devices", json=late)
+        assert answer.status_code == 201
+        headers = {"Authorization": f"Bearer {second.identity.token}"}
+        change = {"start": {"id": first.identity.starts[-1]}, "conditions": {"available": False}}
+        answer = client.patch(f"/v1/devices/{second.identity.device_id}", json=change, headers=headers)
+        assert answer.json()["type"].endswith(":OtherStart")
+    worked(second)
+    assert listed(coordinator)["failure"] is None
 
 
 def test_a_folder_restored_from_a_backup_is_refused(start, coordinator, tmp_path):

@@ -77,7 +77,7 @@ class Identified:
     def _register(self) -> None:
         """Register this start again, at a coordinator that knows an earlier or another one. Raises StateCopied."""
         *before, start = self.identity.starts
-        self._tell(ChangeDevice(start=Start(id=start, after=tuple(before))))
+        self._tell(ChangeDevice(start=Start(id=start, after=tuple(before), again=True)))
 
     def _renew_token(self) -> None:
         before = self.identity

@@ -30,6 +30,7 @@ class Start(Request):
 
     id: StartId
     after: Annotated[tuple[StartId, ...], Field(max_length=MOST_STARTS)] = ()
+    again: bool = Field(default=False, description="Sent because a call was answered with 409 OtherStart")
     take_over: bool = Field(default=False, description="Refuse other copies of the state folder from now on")
 
 
