@@ -263,19 +263,24 @@ def _page() -> None:
     heads = ["fine-tuned", "engine", "top1, %", "seeds", "kB up a device-round", "kB down", "rate", "processor s"]
     text = f"""# LoRA against whole fine-tuning
 
-A transformer of {LAYERS} layers and width {WIDTH}, pre-trained here for {PRETRAINING_STEPS} steps on the roles of
-Shakespeare that take no part, is fine-tuned by FedAvg with Adam on {DEVICES} roles, {COHORT} a round, {ROUNDS} rounds
-of {STEPS} steps: whole, or by LoRA of rank {RANK} on every linear layer of its blocks, base weights frozen. Accuracy is
-that of the next character on the devices' own last tenths, mean over devices: {before:.2%} before. Rates were chosen on
-the tenths before, with seed 100 and {ROUNDS // 2} rounds among {RATES}.
+A transformer of {LAYERS} layers and width {WIDTH} is pre-trained here for {PRETRAINING_STEPS} steps on roles of
+Shakespeare that do not take part. FedAvg with Adam then fine-tunes it on {DEVICES} roles, {COHORT} per round, for
+{ROUNDS} rounds of {STEPS} steps: either whole, or with LoRA of rank {RANK} on every linear layer of its blocks and
+frozen base weights. The accuracy is that of the next character, on the last tenth of each device's text, averaged over
+devices; before fine-tuning it is {before:.2%}. The learning rates were chosen on the second-to-last tenths, with seed
+100 and {ROUNDS // 2} rounds, from {_grid("whole")} for whole fine-tuning and {_grid("lora")} for LoRA.
 
 {markdown_table(heads, table)}
 
 {_said(rows, [row for row in everything if row not in rows])}
 
-Made by `python -m benchmarks.adapters --data DIR`; rows in `adapters.jsonl`.
+Made by `python -m benchmarks.adapters --data DIR`; rows in [adapters.jsonl](../../benchmarks/rows/adapters.jsonl).
 """
     write_section("speed", "adapters", text)
+
+
+def _grid(how: str) -> str:
+    return ", ".join(f"{rate:g}" for rate in RATES[how])
 
 
 def _chosen(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -297,13 +302,13 @@ def _said(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> s
         if pairs:
             apart = ", ".join(f"{100 * (lora['top1'] - whole['top1']):+.2f}" for lora, whole in pairs)
             share = float(np.mean([lora["up"] / whole["up"] for lora, whole in pairs]))
-            lines.append(f"LoRA less whole fine-tuning, points, {engine}: {apart}, at {share:.1%} of its upload.")
+            lines.append(f"LoRA minus whole fine-tuning, points, {engine}: {apart}, at {share:.1%} of its upload.")
     for how, rates in RATES.items():
         rate = next(row["rate"] for row in rows if row["how"] == how)
         if rate in (rates[0], rates[-1]):
-            lines.append(f"The rate of {how} is at the edge of those that were tried.")
+            lines.append(f"The learning rate of *{how}* is at the edge of the grid.")
     lines += [
-        f"Run at another rate, and not counted: {row['how']}, rate {row['rate']:g}, seed {row['seed']}, "
+        f"A run at another learning rate, not counted: {row['how']}, {row['rate']:g}, seed {row['seed']}, "
         f"{row['engine']}: {row['top1']:.2%}."
         for row in others
     ]

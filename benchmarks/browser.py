@@ -192,17 +192,19 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     heads = ["network", "threads", "SDK, ms a step", "page, ms a step", "ratio (range)", "first step, s", "page, MB"]
     return f"""# The training step in a browser
 
-Made by `python -m benchmarks.browser` from `browser.jsonl`: {TURNS} turns, each page between two runs of
-the SDK's engine on the same machine (ONNX Runtime, as many threads), Chromium {rows[-1]["chromium"]}, headless, batch
-{BATCH}, FedSPU. A step is forward pass, backward pass and optimiser; a page's is the one that its own screen shows.
-Ratios are medians over turns, with their range.
+Made by `python -m benchmarks.browser` from [browser.jsonl](../../benchmarks/rows/browser.jsonl): {TURNS} turns, each
+page between two runs of the SDK's engine on the same machine (ONNX Runtime, the same number of threads), Chromium
+{rows[-1]["chromium"]}, headless, batch size {BATCH}, FedSPU. A step is forward pass, backward pass and optimiser; the
+page's time is the one that its screen shows. Ratios are medians over turns, with their range.
 
 {markdown_table(heads, table)}
 
-- *First step* is from the opening of the page's worker to the end of its first training step: the runtime of 3.7 MB
-  (compressed) is downloaded and compiled, the device enrols, and the model is downloaded, over the loopback.
-- *page, MB* is the proportional memory (PSS) of the page's process after the last step, with the browser's own code.
-- Two threads need a page that is isolated from other origins, as it is over HTTPS and on the loopback; one thread was
+- *First step* is the time from the opening of the page's worker to the end of its first training step. In this time
+  the runtime of 3.7 MB (compressed) is downloaded and compiled, the device enrols, and the model is downloaded, over
+  the loopback.
+- *page, MB* is the proportional memory (PSS) of the page's process after the last step, including the browser's own
+  code.
+- Two threads need a page that is isolated from other origins, which requires HTTPS or the loopback. One thread was
   measured under a host name without either.
 - At 25 % of the neurons only the errors of active weights are computed ([budget.md](../budget.md)).
 """

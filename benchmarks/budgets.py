@@ -232,10 +232,10 @@ def page(planned: float, own: list[Row], equal: list[Row], by: str) -> str:
 
     return (
         "# Budgets that devices choose themselves\n\n"
-        f"Made by `python -m benchmarks.budgets` on {machine()}, one thread a device. pFedGate, `{TASK}`, {STEPS} "
-        f"local steps of {BATCH} samples, blocks by FLOPs; five devices that compute a share of the time (duty), one "
-        f"after the other. They plan with {planned:.2f} s a round, {SPARE:g} times what the fastest takes for "
-        f"everything. Seconds are those of training, {by}, medians of {ROUNDS} rounds.\n\n"
+        f"Made by `python -m benchmarks.budgets` on {machine()}, one thread per device. pFedGate, `{TASK}`, {STEPS} "
+        f"local steps of {BATCH} samples, blocks by FLOPs. Five devices train one after the other, and each computes "
+        f"for a share of the time (duty). They plan for {planned:.2f} s per round, {SPARE:g} times the whole round of "
+        f"the fastest device. The seconds are those of training, {by}, medians of {ROUNDS} rounds.\n\n"
         + markdown_table(["", "at most", "found"], verdicts)
         + "\n## Chosen by each device\n\n"
         + table(own)
@@ -252,7 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     clock = Clock(processor=options.processor_time)
-    by = "of the processor and of rests" if options.processor_time else "by the wall"
+    by = "as processor time plus pauses" if options.processor_time else "as elapsed time"
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         planned, own = run(Path(folder) / "own", None, None, clock)

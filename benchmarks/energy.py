@@ -27,15 +27,15 @@ HEAD = """# Joules by method, estimated
 
 Made by `python -m benchmarks.energy` from the rows of {sources}; nothing was trained for it.
 
-Every figure is **estimated**: a board's seconds are counted FLOPs by a quarter of its published HPL rate, and bytes by
-10 Mbit/s; its joules are full-load watts times the former and idle watts times the latter (`devices/simulation.py`,
-which names the sources). Radio, USB devices and the time that a device waits for others are left out. So the figures
-compare methods on one board; none of them says how long a battery lasts. FLOPs are as each trial counted them when it
-was run: where a method's equal FedAvg's, what its masks froze was still computed then, and its savings here are those
-of bytes.
+Every figure is **estimated**. The seconds of a board are the counted FLOPs divided by a quarter of its published HPL
+rate, plus the bytes divided by 10 Mbit/s. Its joules are full-load watts times the former plus idle watts times the
+latter (`devices/simulation.py` names the sources). The energy of radio and USB devices, and of waiting for other
+devices, is not included. The figures therefore compare methods on one board; they do not predict battery life. FLOPs
+were counted when each trial was run. If a method's FLOPs equal FedAvg's, its frozen part was still computed at that
+time, and its savings here are only those of bytes.
 
-Training with its transfers, evaluation left out; sums over all devices and rounds, means over seeds. An update is one
-device's round. A point is one percentage point of the final mean accuracy over devices.
+The figures include training and its transfers, but not evaluation. They are sums over all devices and rounds, and means
+over seeds. An update is one device's round. A point is one percentage point of the final mean accuracy over devices.
 """
 
 

@@ -239,11 +239,11 @@ def ratio(row: Row, name: str, to: str) -> float:
 
 HEAD = """# Engines: ONNX Runtime against PyTorch
 
-Made by `python -m benchmarks.engines` from `engines.jsonl`: seconds of a training step (batch in,
-forward, backward, SGD), of which the variants alternate in one process and one thread, random inputs. A ratio is the
-median over {turns} turns, each of medians. {machine}.
+Made by `python -m benchmarks.engines` from `engines.jsonl`. The figures are the seconds of a training step (batch in,
+forward, backward, SGD) on random inputs. The variants alternate in one process and one thread. A ratio is the median
+over {turns} turns of the ratio of medians. {machine}.
 
-Over {count} cells the geometric mean of onnx over torch is **{mean:.2f}**, the largest {largest:.2f}.
+Over {count} cells the geometric mean of onnx / torch is **{mean:.2f}**, and the largest ratio is {largest:.2f}.
 """
 
 
@@ -265,9 +265,9 @@ def accuracy_section(rows: Sequence[Row]) -> str:
         table.append([row["model"], str(DEVICES[row["model"]]), *seeds, f"{100 * apart:+.2f}", f"{100 * spread:.2f}"])
     head = ["task", "devices", "torch, %", "onnx, %", "onnx less torch, means", "between seeds, at most"]
     said = (
-        f"## Accuracy\n\nFedSPU, budgets of 0.2 to 1 in equal parts, {COHORT} devices a round, {ROUNDS} rounds of five "
-        f"epochs, Dirichlet 0.3: mean accuracy of all personal models, by seed; data, draws and batches are the same "
-        f"for both. {rows[0]['machine']}.\n"
+        f"## Accuracy\n\nFedSPU, budgets of 0.2 to 1 in equal shares, {COHORT} devices per round, {ROUNDS} rounds of "
+        f"five epochs, Dirichlet 0.3. The table shows the mean accuracy of all personal models, by seed. Both engines "
+        f"have the same data, draws and batches. {rows[0]['machine']}.\n"
     )
     return "\n".join([said, markdown_table(head, table)])
 
@@ -283,8 +283,9 @@ def footprint_section(rows: Sequence[Row]) -> str:
             table.append([row["model"], str(row["batch"]), engine, *seconds, *held])
     head = ["task", "batch", "engine", "first step, s", "of the processor, s", "training, MB", "at most, MB"]
     said = (
-        f"## A device process\n\nFrom the start of the process to the end of its first step, and the memory that it "
-        f"holds (resident) at most after a step and at all, through two rounds. {rows[0]['machine']}.\n"
+        f"## A device process\n\nThe table shows the time from the start of the process to the end of its first step, "
+        f"the peak of resident memory after a step, and its peak at any time, over two rounds. "
+        f"{rows[0]['machine']}.\n"
     )
     return "\n".join([said, markdown_table(head, table)])
 

@@ -246,11 +246,11 @@ def page(rows: list[Row]) -> str:
 
 HEAD = """# A device-round of pFedGate
 
-Made by `python -m benchmarks.gating` from `gating.jsonl`; {machine}. One epoch of 10 random batches in
-one thread, momentum 0.9, gradients clipped, a budget of {share}; the table of blocks is the one derived for it. *Small
-networks*: of just the rows that were chosen in each batch, and the gate alone: what skipping blocks cannot beat. Memory
-is the peak of a process above what it held before it had a model. The paper reports 0.72 of FedAvg's time and 0.66 of
-its memory at a batch of 128, with code that skips nothing.
+Made by `python -m benchmarks.gating` from `gating.jsonl`; {machine}. A device-round is one epoch of 10 random batches
+in one thread, with momentum 0.9, gradient clipping and a budget of {share}. The table of blocks is derived for this
+budget. *Small networks* are networks of only the rows that were chosen in each batch, plus the gate; skipping blocks
+cannot be faster. Memory is the peak of a process above its memory before it created a model. The paper reports 0.72 of
+FedAvg's time and 0.66 of its memory at a batch size of 128, with code that skips no block.
 """
 
 

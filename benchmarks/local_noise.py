@@ -161,25 +161,26 @@ def page(rows: list[Row]) -> str:
     values = sum(value.numel() for value in _network().parameters())
     return f"""# Local noise on digits
 
-Accuracy with `join --local-noise Z` ([privacy](../privacy.md#local-noise)): {DEVICES} devices, all of them in each of
-{ROUNDS} rounds, a network of {values:,} values (64-32-10, no batch norm), Dirichlet(0.5), clip C = {CLIP:g}, learning
-rate {LEARNING_RATE:g}, no early stopping, everything else by default; FedSPU with budgets 0.2 to 1.0. Every device adds
-noise with the same z. ε is that of one device after {ROUNDS} updates, at δ = {DELTA:g}, against a replacement of all of
-its data.
+This table shows the accuracy with `join --local-noise Z` ([privacy](../privacy.md#local-noise)). The federation has
+{DEVICES} devices, all in each of {ROUNDS} rounds, a network of {values:,} values (64-32-10, no batch norm),
+Dirichlet(0.5), clip C = {CLIP:g}, learning rate {LEARNING_RATE:g}, no early stopping, and defaults otherwise. FedSPU
+has budgets from 0.2 to 1.0. Every device adds noise with the same z. ε is the privacy loss of one device after {ROUNDS}
+updates, at δ = {DELTA:g}, if all of its data are replaced.
 
-Made by `python -m benchmarks.local_noise` from `local-noise.jsonl` on {today},
-{machine()}. Means over the devices' own test samples and {len(SEEDS)} seeds, ± the standard deviation over seeds.
+`python -m benchmarks.local_noise` made the table from `local-noise.jsonl` on {today}, {machine()}. The figures are
+means over the devices' own test samples and {len(SEEDS)} seeds, ± the standard deviation over seeds.
 
 {markdown_table(head, lines)}
-The clip is the best of {", ".join(f"{clip:g}" for clip in CLIPS)} for FedAvg and z = 1 on another seed (`--clips`);
-0.3 and 1 differ by less than the seeds do.
+The clip is the best of {", ".join(f"{clip:g}" for clip in CLIPS)} for FedAvg and z = 1 on another seed (`--clips`).
+The difference between 0.3 and 1 is smaller than the difference between seeds.
 
-**Conclusion.** With 20 devices local noise costs the global model nearly all that it has learned. At an ε near 10 it is
-little better than guessing (10 %), and at z = 0.5 it has lost half of its accuracy or more for an ε of 139, which
-promises next to nothing. The noise on an update is {values**0.5:.0f} z times as long as the clip (√{values:,}), and a
-mean over {DEVICES} devices takes only a factor of {DEVICES**0.5:.1f} from it. FedSPU's personal models lose less: noise
-reaches them only through the values received. Whether they are better than training alone this table does not say.
-Instead use [noise at the coordinator](../privacy.md#differential-privacy-of-the-global-models) if you can trust it.
+**Conclusion.** With 20 devices, local noise removes nearly all accuracy of the global model. At an ε near 10 the model
+is little better than guessing (10 %). At z = 0.5 it loses half of its accuracy or more, for an ε of 139, which gives
+almost no protection. The noise on an update is {values**0.5:.0f} z times as long as the clip (√{values:,}), and the
+mean over {DEVICES} devices reduces it only by a factor of {DEVICES**0.5:.1f}. FedSPU's personal models lose less,
+because noise reaches them only through received values. This table does not compare them with local-only training. If
+you can trust the coordinator, use [noise at the
+coordinator](../privacy.md#differential-privacy-of-the-global-models) instead.
 """
 
 

@@ -86,10 +86,9 @@ def off(row: Row, what: str) -> float:
 
 HEAD = """# What a training step takes, predicted and measured
 
-Made with `python -m benchmarks.prediction` on {machine}; the figures are in
-`prediction.jsonl`. FedSPU's masks, one thread, batches of {batches}. Each cell was predicted and measured in turn,
-{runs}, and the medians are compared. Seconds are the processor's. *In all* is what the process holds at its peak,
-*above* what training adds to it.
+Made by `python -m benchmarks.prediction` on {machine}; the rows are in `prediction.jsonl`. FedSPU's masks, one thread,
+batches of {batches}. Each cell was predicted and measured in turn, {runs}, and the medians are compared. Times are
+processor seconds. *In all* is the peak memory of the process, and *above* is the memory that training adds.
 """
 
 
@@ -107,7 +106,7 @@ def page(rows: Sequence[Row]) -> str:
         _share(rows, "above", "peak memory above the process", MEMORY_BOUND),
         _share(rows, "seconds", "seconds per step", SECONDS_BOUND),
         "",
-        "Memory in MiB; in brackets by how much the prediction is off.",
+        "Memory is in MiB; the parentheses contain the error of the prediction.",
         "",
         "| task | batch | budget | in all: predicted | measured | above: predicted | measured "
         "| ms per step: predicted | measured |",

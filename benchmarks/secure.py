@@ -202,19 +202,20 @@ def page(rows: Sequence[Mapping[str, Any]], sharing: Sharing, turns: int) -> str
     version = next(row["version"] for row in rows if "version" in row)
     return f"""# The cost of secure aggregation
 
-Made by `python -m benchmarks.secure` from `secure.jsonl`: {DEVICES} devices, mnist:leaf (2.3 million
-parameters), two local steps, {turns} turns of {ROUNDS} rounds, in turn with rounds of Flower {version}'s SecAgg+ on as
-many values; medians. {rows[0]["machine"]}. Each secret is shared among {sharing.neighbours} neighbours, and
-{sharing.threshold} shares give it, in both: the rule for {COLLUDERS} colluder and {DROPOUTS:.0%} that vanish. Processor
-time is a device-round's, all phases, signatures and unmasking included. Ours are with training, HTTP and a database.
-Flower's devices train nothing; its client and server run in memory, in one process, or on its simulation engine.
+`python -m benchmarks.secure` made these figures; the rows are in `secure.jsonl`. {DEVICES} devices train mnist:leaf
+(2.3 million parameters) for two local steps, in {turns} turns of {ROUNDS} rounds. They alternate with rounds of Flower
+{version}'s SecAgg+ with the same number of values. The table shows medians, on {rows[0]["machine"]}. In both frameworks
+each secret is shared among {sharing.neighbours} neighbours, and {sharing.threshold} shares restore it, which tolerates
+{COLLUDERS} colluder and {DROPOUTS:.0%} dropouts. Processor time is per device-round, over all phases, including
+signatures and unmasking. Sparrow's includes training, HTTP and a database. Flower's devices do not train; its client
+and server run in memory, in one process, or on its simulation engine.
 
 {markdown_table(["rounds", "devices, CPU ms", "server, CPU ms", "together, CPU ms", "up, MB"], table)}
 
-With masks a device takes {1e3 * more("device_cpu_seconds", "plain", "secure"):.0f} ms more than without, the server
-{times:.2f} times as much for an update, and an update {share:.2f} of the bytes of fp32's. Masks cost {1e3 * ours:.0f}
-ms a device-round, coordinator and device together: {ours / memory:.2f} of what they cost Flower in memory, and
-{ours / engine:.2f} of what they cost on its engine.
+With masks a device needs {1e3 * more("device_cpu_seconds", "plain", "secure"):.0f} ms more per round, the server needs
+{times:.2f} times as long per update, and an update has {share:.2f} of the bytes of an update in fp32. Coordinator and
+device together need {1e3 * ours:.0f} ms per device-round for the masks: {ours / memory:.2f} of Flower's cost of masks
+in memory, and {ours / engine:.2f} of its cost on the simulation engine.
 """
 
 

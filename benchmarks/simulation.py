@@ -79,19 +79,23 @@ def scale(data: Path) -> list[Row]:
 HEAD = """# Speed of simulation
 
 Made by `python -m benchmarks.simulation speed --data mnist.npz` and `... scale --data mnist.npz` from
-`simulation.jsonl`. The work is that of `benchmarks/peers/work.py`: MNIST's small network (21,840
-parameters), 100 devices of 600 samples, 10 a round, one local epoch in batches of 50, plain SGD, FedAvg; two processes
-of one thread each. *bare* is a PyTorch loop without any framework, *flower* is Flower 1.32's simulation on Ray.
-*sparrow* trains with ONNX Runtime and has its coordinator in the same process, *over HTTP* in one of its own, and *with
-PyTorch* also two processes that train. All of them write records to disk, and each device evaluates the first model
-that it receives, which the others do not do; the last accuracy is that of ten devices, on a hundredth of the test
-images each. No device fetches the finished model, as none does of the others.
+`simulation.jsonl`. The task is that of `benchmarks/peers/work.py`: MNIST's small network (21,840 parameters), 100
+devices with 600 samples each, 10 devices per round, one local epoch with batches of 50, plain SGD, FedAvg; two
+processes with one thread each.
+
+- *bare*: a PyTorch loop without any framework.
+- *flower*: Flower 1.32's simulation on Ray.
+- *sparrow*: trains with ONNX Runtime; the coordinator is in the same process. *over HTTP*: the coordinator is in a
+  separate process. *with PyTorch*: the coordinator is in a separate process, and two processes train.
+
+Only sparrow writes records to disk and evaluates the first model that each device receives. Its last accuracy is that
+of ten devices, each on a hundredth of the test images. No framework sends the finished model to its devices.
 """
 
 SCALE = """## A thousand devices
 
-MNIST's small network, FedSPU (every device keeps a personal model), 50 devices a round, 20 rounds, Dirichlet 0.5; state
-on disk. Memory and state in MB.
+MNIST's small network, FedSPU (every device keeps a personal model), 50 devices per round, 20 rounds, Dirichlet 0.5, and
+state on disk. Memory and state are in MB.
 """
 
 COLUMNS = {
@@ -118,9 +122,9 @@ def page(rows: Sequence[Row]) -> str:
             )
         )
         parts.append(
-            "Ratios turn by turn: minimum, **median**, maximum. Processor seconds are those of every process that a "
-            "command started, the coordinator's and start-up included (of Flower's at least these: a worker that Ray "
-            "does not wait for is not counted); less is better, and of the rates more.\n"
+            "Ratios within a turn: minimum, **median**, maximum. Processor seconds include every process that a "
+            "command started, the coordinator and the start-up (for Flower this is a lower bound: a worker that Ray "
+            "does not wait for is not counted). Fewer seconds are better, and higher rates are better.\n"
         )
         parts.append(
             markdown_table(

@@ -262,13 +262,15 @@ KINDS: dict[str, Callable[[], Iterator[Callable[[], Row]]]] = {
 
 HEAD = """# Training that skips what is frozen, gated or masked
 
-Made by `python -m benchmarks.training` from `training.jsonl`. Seconds of a step (forward, backward,
-optimiser) of each variant over those of dense PyTorch; the variants of a cell alternate step by step in one process,
-medians are compared. Random inputs, plain SGD unless said otherwise, channels last where the product uses it.
+Made by `python -m benchmarks.training` from `training.jsonl`. The figures are the seconds of a step (forward, backward,
+optimiser) of each variant, divided by those of dense PyTorch. The variants of a cell alternate step by step in one
+process, and the medians are compared. Inputs are random, the optimiser is plain SGD unless stated otherwise, and the
+memory format is channels last if the product uses it.
 
-*hooks* multiplies whole gradients by masks and puts frozen weights back, as the papers' code does. *small* is a
-physically smaller network of the active neurons alone: the limit, which forgets what the frozen ones know. *FLOPs* is
-what arithmetic allows: forward pass and errors whole, gradients of active weights only. {machine}.
+*hooks* multiplies whole gradients by masks and restores frozen weights, like the papers' code. *small* is a physically
+smaller network of only the active neurons. It is a lower bound, but loses the contribution of the frozen neurons.
+*FLOPs* is the share of arithmetic that is needed: the whole forward pass and all errors, but gradients only of active
+weights. {machine}.
 """
 
 
@@ -286,12 +288,12 @@ def page(rows: Sequence[Row]) -> str:
         parts.append(markdown_table(head, table))
     if of["gates"]:
         parts.append(
-            f"## Block gates (pFedGate)\n\ns = {SHARE}, up to {BLOCKS} blocks a tensor, other gates in each batch,"
-            f" momentum 0.9. *rows*: a share of {SHARE} of the rows of every layer. *knapsack*: blocks of whole rows,"
-            " as random importances make the knapsack choose them. *cut*: blocks that end inside rows. *estimated*:"
-            " gates of off rows learn from an eighth of the batch; *none*: not at all. *small*: networks of the rows"
-            " that are on. Gates and small networks of CIFAR-10 run in channels first, which is"
-            " faster with two of six channels on.\n"
+            f"## Block gates (pFedGate)\n\ns = {SHARE}, up to {BLOCKS} blocks per tensor, different gates in each "
+            f"batch, momentum 0.9. *rows*: a share of {SHARE} of the rows of every layer. *knapsack*: blocks of "
+            "whole rows, chosen by the knapsack for random importances. *cut*: blocks that end inside rows. "
+            "*estimated*: gates of inactive rows learn from an eighth of the batch. *none*: these gates do not "
+            "learn. *small*: networks of the active rows. Gates and small networks of CIFAR-10 run with channels "
+            "first, which is faster if two of six channels are active.\n"
         )
         head = ["model", "blocks", "values on", "dense, ms", "exact", "estimated", "none", "small", "estimated / small"]
         parts.append(markdown_table(head, [_gated(row) for row in of["gates"]]))
@@ -305,7 +307,7 @@ def page(rows: Sequence[Row]) -> str:
         parts.append(markdown_table(head, table))
     if of["memory"]:
         parts.append(
-            "## Peak memory above the base process\n\nBatch 128, momentum 0.9, a process of its own for each.\n"
+            "## Peak memory above the base process\n\nBatch size 128, momentum 0.9, a separate process for each.\n"
         )
         table = [
             [row["model"], kind, f"{held / 1e6:.1f}", f"{held / row['bytes']['dense']:.2f}"]

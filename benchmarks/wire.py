@@ -236,13 +236,13 @@ def page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# What a sparse update costs",
         "",
-        f"A CNN of {rows[0]['parameters']:,} parameters; masks of neurons at the given active ratio, then of elements "
-        f"at the given density: the mask that both sides hold, and one of which {REPLACED:.0%} was replaced, which "
-        "travels along. Milliseconds per update, medians of alternating repetitions, one thread. *Boolean* is the "
-        "obvious way: a boolean array per tensor, `numpy.savez`, no checks. Ours checks lengths, mask, digest and "
-        "finiteness on the way.",
+        f"A CNN of {rows[0]['parameters']:,} parameters, with masks of neurons at the given budget and masks of "
+        f"elements at the given density. An element mask is either known to both sides, or {REPLACED:.0%} of it was "
+        "replaced, so that it is sent with the update. Times are milliseconds per update, medians of alternating "
+        "repetitions, one thread. *Boolean* is the simplest format: a boolean array per tensor, `numpy.savez`, no "
+        "checks. Sparrow's format includes checks of lengths, mask, digest and finite values.",
         "",
-        f"Made with `python -m benchmarks.wire` on {machine()}; the figures lie in `wire.jsonl`.",
+        f"Made by `python -m benchmarks.wire` on {machine()}; the rows are in `wire.jsonl`.",
         "",
         f"| masks | ratio or density | {' | '.join(STATIONS)} | all | boolean: {' | '.join(STATIONS)} | all | ratio | "
         "bytes | boolean |",

@@ -87,53 +87,62 @@ ASKED = (
 )
 CROWD = ["server CPU, ms/device-round", "device-rounds/s", "server CPU, ms/enrolment", "peak RSS, MB"]
 CROWDED = 1.3
-"""How much more a device-round may cost with the most devices enrolled."""
+"""Limit of the cost of a device-round with the most enrolled devices, relative to the fewest."""
 MILLION = 1_000_000
 DAY = 24 * 3600
 GROWTH = 0.10
-"""By how much peak memory with the most updates may exceed that with the fewest."""
+"""Limit of the relative growth of peak memory from the fewest to the most updates."""
 
 ABOUT = """# The coordinator against Flower's servers and NVIDIA FLARE
 
-Made by `python -m benchmarks.coordinator` (its peers apart, by `python -m benchmarks.peers.install`) from
-`coordinator.jsonl`, a line for each measurement. {machine}; {seconds}.{note}
+Made by `python -m benchmarks.coordinator` from `coordinator.jsonl`, which has one line per measurement.
+{machine}; {seconds}.{note} `python -m benchmarks.peers.install` installs the other frameworks.
 
-Every client takes part in every round and trains nothing: it downloads, adds a small number to every value, and
-uploads. Each is a process of its own. The engines are measured in turn: {turns}. A measurement lies between two ends of
-rounds, after rounds that start things up; Flower's deployment and FLARE are measured over {slow} rounds of each
-federation, since one takes seconds, the others over {others}.
+Every client takes part in every round and does not train: it downloads, adds a small number to every value, and
+uploads. Each client is a separate process. The engines are measured in turn: {turns}. A measurement starts and stops at
+the end of a round, after some warm-up rounds. Flower's deployment and FLARE need seconds per round, so they are
+measured over {slow} rounds of each federation. The others are measured over {others} rounds.
 
-- *sparrow, dense*: this project's coordinator as an operator starts it - SQLite and files, every update on the disk
-  before it is acknowledged - with FedAvg. *density 0.2*: FedSGC's ordinary rounds, a fifth of the weights up and down.
-- *Flower, deployment engine*: flwr {flower}, a SuperLink, SuperNodes, `flwr run`, its own FedAvg, by HTTP.
-  State in memory, the default. SuperLink and SuperNodes start a process for every app's run, and wait in fixed steps:
-  an idle SuperNode asks every 3 s, and so does the app for its answers.
-- *Flower, old gRPC API*: `start_server` and `start_client` of flwr {grpc}, deprecated. All in memory.
-- *NVIDIA FLARE*: nvflare {flare}, provisioned with `connection_security: clear` and the default scheme, a server, a
-  process per site, and a job of its own FedAvg (`NumpyFedAvgRecipe`, the script in the site's job process). Server and
-  sites keep a process for the job. A round is mostly waiting: both sides look for tasks at intervals, by default.
+- *sparrow, dense*: this project's coordinator with its default storage (SQLite and files; every update is on the disk
+  before it is acknowledged) and FedAvg. *density 0.2*: FedSGC's ordinary rounds, with a fifth of the weights up and
+  down.
+- *Flower, deployment engine*: flwr {flower}, a SuperLink, SuperNodes, `flwr run`, its own FedAvg, over HTTP. The state
+  is in memory, the default. SuperLink and SuperNodes start a process for each app of a run, and wait for fixed
+  intervals: an idle SuperNode polls every 3 s, and so does the app for its answers.
+- *Flower, old gRPC API*: `start_server` and `start_client` of flwr {grpc}, deprecated. All state is in memory.
+- *NVIDIA FLARE*: nvflare {flare}, provisioned with `connection_security: clear` and the default scheme, a server, one
+  process per site, and a job with its own FedAvg (`NumpyFedAvgRecipe`, the script in the site's job process). Server
+  and sites keep a process for the job. Most of a round is waiting, because both sides poll for tasks at intervals, by
+  default.
 
-Processor seconds are user and system time of a side's processes, children that ended included, from `/proc`. Server
-memory is the peak of the sum of PSS over the server's processes (SuperLink with its ServerApp's, FLARE's with its
-job's), sampled four times a second, start-up included; the old API and sparrow have one process. Bytes are what TCP
-carried at the server's port, headers of HTTP or gRPC included; of the SuperLink's, which serves its ServerApp too,
-those of the SuperNodes. No TLS, no telemetry, one machine: clients and server share its cores, so that a round lasts as
-long as all its processor time takes on them; CPU per update is the better figure to plan with.
+Processor seconds are the user and system time of all processes of a side, including children that have ended, from
+`/proc`. Server memory is the peak of the sum of PSS over the server's processes (SuperLink with its ServerApp's,
+FLARE's with its job's), sampled four times a second, including start-up. The old API and sparrow have one process.
+Bytes are counted on TCP at the server's port, including the headers of HTTP or gRPC. For the SuperLink, which also
+serves its ServerApp, only the bytes of the SuperNodes are counted. There is no TLS and no telemetry. Clients and server
+share the cores of one machine, so a round lasts as long as the processor time of all of them. CPU per update is
+therefore the better figure for planning.
 
-What is not alike: sparrow and only sparrow writes every update to disk and checks its digest and values, and FLARE
-writes each round's new model; the model of FLARE is one array of as many values, as its NumPy recipe has it, that of
-the others an array per tensor; the end of a round is noted by the server with Flower, and with sparrow and FLARE by the
-first client, when the next work has arrived. Federations of Flower and FLARE are one of several that a server can run.
-None evaluates here. On one SuperLink the small model's federation runs before the large one's.
+The comparison has these differences:
+
+- Only sparrow writes every update to disk and checks its digest and values. FLARE writes each round's new model.
+- FLARE's model is one array with the same number of values, as its NumPy recipe requires. The other models have one
+  array per tensor.
+- With Flower the server records the end of a round. With sparrow and FLARE the first client does, when the next work
+  has arrived.
+- Flower and FLARE run each federation as one of several on a server. On a SuperLink the federation of the small model
+  runs before that of the large one.
+- No framework evaluates here.
 """
 
 
 SINCE = """## Since these runs
 
-They were made on 25 November 2026, before device calls went through FastAPI's routes. In five later runs by turns, on
-the same machine under other work, an update took 6.0 to 6.9 ms of processor time before that change, and 6.1 to 7.2 ms
-after it; other hooks into the server that gained less than 20 % were removed with it
-([architecture.md](../architecture.md#coordinatorapi-and-calls)). The peers were not measured again.
+The runs above were made on 25 November 2026, before device calls went through FastAPI's routes. Five later runs
+alternated the versions before and after this change, on the same machine beside other work. An update took 6.0 to 6.9
+ms of processor time before the change, and 6.1 to 7.2 ms after it. The change also removed other hooks into the server
+that gained less than 20 % ([architecture.md](../architecture.md#coordinatorapi-and-calls)). The other frameworks were
+not measured again.
 """
 
 
@@ -142,7 +151,8 @@ def page(rows: Sequence[Row]) -> str:
     rounds = [row for row in rows if row["kind"] == "rounds"]
     run = next((row for row in rows if row["kind"] == "run"), None)
     parts = [_about(rounds, run), "## Figures\n", "Medians over turns.\n", _figures(rounds)]
-    parts += ["## Ratios\n", "Ours over theirs within a turn: least, **median**, greatest.\n", _asked(rounds)]
+    ratio = "Sparrow's figure divided by the other's, within a turn: minimum, **median**, maximum.\n"
+    parts += ["## Ratios\n", ratio, _asked(rounds)]
     memory = [row for row in rows if row["kind"] == "memory"]
     if memory:
         parts += ["## Memory by updates in a round\n", _growth(memory)]
@@ -242,9 +252,10 @@ def _growth(rows: Sequence[Row]) -> str:
     )
     grown = growth(rows)
     return (
-        f"Dense updates of {model} parameters, by the kernel's count of the coordinator process (VmHWM).\n\n{table}\n"
-        f"With {ordered[-1]['updates']:,} updates it is {100 * grown:.1f} % more than with {ordered[0]['updates']:,}; "
-        f"less than {100 * GROWTH:.0f} % is asked: {'met' if grown < GROWTH else 'not met'}.\n"
+        f"Dense updates of {model} parameters. The memory is the kernel's peak of the coordinator process (VmHWM)."
+        f"\n\n{table}\n"
+        f"The peak with {ordered[-1]['updates']:,} updates is {100 * grown:.1f} % higher than with "
+        f"{ordered[0]['updates']:,}. The limit is {100 * GROWTH:.0f} %: {'met' if grown < GROWTH else 'not met'}.\n"
     )
 
 
@@ -274,16 +285,17 @@ def _crowds(rows: Sequence[Row]) -> str:
     seconds = MILLION * (many["server_seconds_per_update"] + many["server_seconds_per_enrolment"])
     memory = (many["server_peak_rss"] - few["server_peak_rss"]) / (many["enrolled"] - few["enrolled"])
     return (
-        f"Made by `python -m benchmarks.coordinator.growth`: dense updates of {few['parameters']:,} parameters; all "
-        f"calls of a device-round, the lists of who is waited for included. One process plays the devices, on the "
-        f"same cores.\n\n{table}\n"
-        f"With {many['enrolled']:,} enrolled a device-round costs {share:.2f} of it with {few['enrolled']:,}; "
-        f"at most {CROWDED:g} is asked: {'met' if share <= CROWDED else 'not met'}.\n\n"
-        f"**A million devices a day**, each enrolled and doing one device-round of this model, would take "
-        f"{seconds / 3600:.1f} hours of one core by these coefficients, {100 * seconds / DAY:.0f} % of it, at "
-        f"{MILLION / DAY:.0f} device-rounds a second, and {memory * MILLION / 1e9:.1f} GB more memory, if it grew "
-        f"alike, which was not measured beyond {many['enrolled']:,}. Not measured: draws among a million rows, and the "
-        f"long polls of devices that wait, each of which holds a connection.\n"
+        f"Made by `python -m benchmarks.coordinator.growth`, with dense updates of {few['parameters']:,} parameters "
+        f"and all calls of a device-round, including the lists of missing devices. One process plays the devices, on "
+        f"the same cores.\n\n{table}\n"
+        f"A device-round with {many['enrolled']:,} enrolled devices costs {share:.2f} times as much as with "
+        f"{few['enrolled']:,}. The limit is {CROWDED:g}: {'met' if share <= CROWDED else 'not met'}.\n\n"
+        f"**A million devices a day**: with these coefficients, the enrolment and one device-round of this model each "
+        f"would need {seconds / 3600:.1f} hours of one core ({100 * seconds / DAY:.0f} % of a day), at "
+        f"{MILLION / DAY:.0f} device-rounds a second. They would need {memory * MILLION / 1e9:.1f} GB more memory, if "
+        f"memory grows at the same rate, which was not measured beyond {many['enrolled']:,} devices. Draws from a "
+        f"million rows were not measured, nor were the long polls of waiting devices, each of which holds a "
+        f"connection.\n"
     )
 
 
