@@ -29,7 +29,7 @@ called `coordinator` are ignored.
 """
 
 TOKENS = """
-If no token of a kind is set or was created, its calls are open to everybody. That is suitable for one machine only;
+If no token of a kind is set or was created, all callers may use its calls. That is suitable only for one machine;
 the coordinator logs a warning when it is reached from another machine. If tokens of all three kinds exist, a caller
 without one learns nothing except the answers of `/healthz` and `/readyz`. Callers send `Authorization: Bearer
 <token>`. The SDK's commands and Python functions read `SPARROW_ENROLMENT_TOKEN` (join, fleet), `SPARROW_ADMIN_TOKEN`
@@ -59,25 +59,25 @@ After each round that it takes part in, a device measures the loss of its model 
   rule saves more and costs accuracy ([fedspu.md](results/fedspu.md)).
 - `early_stopping=off`: every device trains to the last round.
 
-With `joules_per_device` a device also stops after the round in which the energy of its downloads and training, as its
-reports have it, reaches so many joules, whatever the rule. A small board that needs many joules for a round then trains
-in fewer rounds, and ends with what the others have trained since: under `fedspu` with `logit_adjustment`, the finished
-model with its own class frequencies, or a mixture with its own model. A device without a sensor or a power model
-(`--watts`) knows no joules, and goes on.
+With `joules_per_device` a device also stops, under any rule, after the round in which the reported energy of its
+downloads and training reaches this limit. A small board that needs many joules per round then trains in fewer rounds.
+At the end it receives a model that the other devices trained further: under `fedspu` with `logit_adjustment`, the
+finished model with the device's own class frequencies, or a mixture with the device's own model. A device without a
+sensor or a power model (`--watts`) cannot estimate its energy, and continues.
 
 A device that stops sends this round's update, reports that it stops, and trains no more. It continues to answer
 evaluations. When all devices have stopped, the federation is finished.
 
-In all cases a device keeps the model of its newest round, unless that has a loss on validation data more than a
-quarter above the lowest so far; then it keeps the model before. At the end mixtures with the global model replace it
-where their loss is lower. It goes by losses, and prefers newer models, because few samples say little: by the number
-of right answers devices chose models that were up to a point worse on EMNIST and CIFAR-10, and level on human
-activity. That model is evaluated, exported and reported (`personal_model=best`); training continues from the last
-one. `pfedgate` and `dmpfl` keep the last one, because their gate and masks belong to the newest global model.
+Under every rule a device keeps the model of its newest round, unless its validation loss is more than a quarter above
+the lowest so far; then it keeps the previous model. At the end, a mixture with the global model replaces it if the
+mixture's loss is lower. The kept model is evaluated, exported and reported (`personal_model=best`), but training
+continues from the last one. Losses are compared, and newer models preferred, because accuracy on few samples is
+imprecise: a choice by accuracy gave models that were up to a point worse on EMNIST and CIFAR-10, and equal on human
+activity. `pfedgate` and `dmpfl` keep the last model, because their gate and masks belong to the newest global model.
 
 ### Evaluation
 
-A device evaluates its personal model on its own data every `evaluation_interval` rounds, which moves a few hundred
+A device evaluates its personal model on its own data every `evaluation_interval` rounds, which transfers a few hundred
 bytes. To evaluate the global model a device must download it. Up to `global_evaluation_devices` devices do that at
 the end, and every `global_evaluation_interval` rounds if that is set. For methods without personal models, such as
 FedAvg, these devices evaluate the global model every `evaluation_interval` rounds. An operator with test data needs
@@ -94,23 +94,24 @@ assignment, or at the deadline. Later updates are refused with the reason. A dev
 again until it asks for work.
 
 - **Dead devices**: a device at work calls every third of `silence_seconds`, also during training, a pause or a
-  transfer. If a device that is waited for (in a round, a buffer or an evaluation; not when it adapts a finished
-  model) is silent for longer, it counts as having missed the deadline, and the round continues without it. The pause
-  that devices without work are told to make (one second in fleets of up to 200) is added to that time, and 15 seconds
-  if several coordinator processes share a database. After a restart, a pause, or a time in which the coordinator
-  heard no device, the count begins again. Simulated devices are exempt, because they wait for their turn.
+  transfer. A device that a round, a buffer or an evaluation waits for, and that is silent for longer, counts as having
+  missed the deadline. The round continues without it. (A device that adapts a finished model is exempt.) The limit is
+  extended by the pause between calls of devices without work (one second in fleets of up to 200), and by 15 seconds if
+  several coordinator processes share a database. The time restarts after a restart of the coordinator, after a pause,
+  and after a period without calls from any device. Simulated devices are exempt, because they wait for their turn.
 - **Slow devices**: `over_selection` draws more devices (0.3: 13 for a `cohort` of 10), and the round closes when
-  `cohort` of them have answered. The others are told that they are too late, and are drawn again like all others.
+  `cohort` of them have answered. The updates of the others are refused as late, and these devices are drawn again like
+  all others.
 - **Too few updates**: if a round has fewer than `min_updates` at its deadline, or no device is left to answer, it gets
   another `deadline_seconds` and as many further devices as updates are missing, up to `extensions` times. Then it is
   skipped: its record names the updates that were left out, the model stays, and the next round opens.
 - **Asynchronous rounds** (`buffer`; FedBuff, arXiv:2106.06639): `cohort` devices train at a time. A round closes when
   `buffer` updates have arrived, and devices that still train count in a later round. An update that is t models old
-  moves today's model by (1 + t)^-`staleness_exponent` times its own change. Records count the stale updates
+  changes the current model by (1 + t)^-`staleness_exponent` times its own change. Records count the stale updates
   (`notes.stale_updates`) and the largest age. This works for methods whose rounds are a mean of updates: FedSPU,
-  FedAvg, FedProx, the dropout family, FedPer, FedRep, LG-FedAvg, Ditto, APFL, pFedMe and Per-FedAvg. Others refuse it,
-  and so does differential privacy. The updates of a round depend on the devices' speed, so two runs differ; the same
-  arrivals give the same model.
+  FedAvg, FedProx, the dropout family, FedPer, FedRep, LG-FedAvg, Ditto, APFL, pFedMe and Per-FedAvg. Other methods
+  refuse it, and so does differential privacy. The updates of a round depend on the devices' speed, so two runs differ;
+  the same arrivals give the same model.
 """
 
 METHODS = """

@@ -43,7 +43,6 @@ __all__ = [
     "NotFound",
     "NotInstalled",
     "NothingTrained",
-    "OtherVersion",
     "OutOfMemory",
     "Refused",
     "RoundOver",
@@ -170,12 +169,6 @@ class NoCoordinator(Refused):
 
     def __str__(self) -> str:
         return f"{self.detail} (HTTP {self.status})"
-
-
-class OtherVersion(Refused):
-    """Coordinator and device use different versions of the HTTP contract: upgrade the older one."""
-
-    exit_code = Exit.FAILED
 
 
 class WrongSettings(BadArgument):

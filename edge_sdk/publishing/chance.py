@@ -1,6 +1,6 @@
-"""Random numbers of a forward pass, taken from inputs instead of a generator.
+"""Random numbers of a forward pass, read from inputs instead of a generator.
 
-Random numbers inside a graph differ between runtimes. So every number that a forward pass draws (uniform, as in
+Random numbers inside a graph differ between runtimes. Therefore every number that a forward pass draws (uniform, as in
 dropout, or normal) comes from an input, which the training engine fills from the round's seed.
 """
 
@@ -25,13 +25,13 @@ _ATEN = torch.ops.aten
 
 
 def _with_usual(args: Sequence[Any]) -> tuple[float, float]:
-    """Return the two numbers after the tensor; by default 0 and 1."""
+    """Return the two arguments after the tensor; 0 and 1 by default."""
     return args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One request of a forward pass for random numbers; ``count`` is per sample or in total."""
+    """A request for random numbers in a forward pass; ``count`` is per sample or in total."""
 
     kind: Kind
     count: int
@@ -44,7 +44,7 @@ class Draw:
 
 
 class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that takes every random number from ``give(kind, shape)``."""
+    """Mode that replaces every random number by ``give(kind, shape)``."""
 
     def __init__(self, give: Callable[[Kind, tuple[Any, ...]], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -138,7 +138,7 @@ class Given:
         self._places = dict.fromkeys(drawn, 0)
 
     def __call__(self, kind: Kind, shape: tuple[Any, ...]) -> Tensor:
-        """Return the next numbers of the recorded kind, in this shape."""
+        """Return the next random numbers of this kind and shape."""
         draw = next(self._draws)
         start = self._places[draw.name]
         source = self._drawn[draw.name]

@@ -1,7 +1,7 @@
 """The manifest of an ``nn.Module``: which values of which tensors belong to which neurons.
 
 torch.export traces the forward pass into a graph of operators. Each axis of each value is labelled with the neurons
-along it (``neurons.Run``). The first two axes of a parameter begin as new sets; operators unite sets:
+along it (``neurons.Run``). The first two axes of a parameter start as new sets, which operators unite:
 
     x                 [N,1,4,4]   (), (), (), ()
     conv 1->3         [N,3,4,4]   (), (conv,), (), ()                 conv.weight  [conv], [], [], []
@@ -11,8 +11,8 @@ along it (``neurons.Run``). The first two axes of a parameter begin as new sets;
 
 Values that are added share one set, named after the first layer. A reshape into attention heads makes a head one
 neuron. Neurons become complete if they reach the model's output, are added to a complete value such as the input, are
-summed over by attention, or pass an unknown operator. That costs sparsity, not correctness. docs/architecture.md lists
-the supported operators.
+summed over by attention, or pass an unknown operator. This reduces sparsity, not correctness. docs/architecture.md
+lists the supported operators.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def describe(
 
 
 def _search(look: Callable[[dict[Any, int]], Flow]) -> Flow:
-    """Return the best analysis over the choices of which part keeps the neurons if a reshape splits them."""
+    """Return the best analysis. The choices are the parts that keep the neurons if a reshape splits them."""
     # Heads of attention are the outer part, groups of a shuffle the inner one. Each part is tried, one kind of
     # reshape after another; the choice with most weights, then most neurons, in groups wins.
     best = look({})

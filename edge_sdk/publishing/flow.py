@@ -1,4 +1,4 @@
-"""One pass over a traced model that finds the neurons along the axes of every value."""
+"""Analysis of a traced model, in one pass: the neurons along the axes of every value."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class Flow:
 
     @property
     def worth(self) -> tuple[int, int, int]:
-        """Trained weights with neurons on an axis, the same counted once per axis, and the number of neurons."""
+        """The trained weights with neurons on an axis, these weights counted per axis, and the neurons."""
         masked = sum(size for size, axes in self._described.values() if axes)
         both = sum(size * axes for size, axes in self._described.values())
         return masked, both, sum(group.size for group in self.groups[0])
 
     def why(self, name: str) -> str:
-        """Return the reason that a tensor is complete, as the end of a phrase."""
+        """Return the reason that a tensor is complete, to end a sentence."""
         if name not in self.state.axes:
             return ", used nowhere"
         reasons = (self.neurons.why(axis) for axis in self.state.axes[name])

@@ -1,4 +1,4 @@
-"""The file of a model's frozen values and its precision."""
+"""File of a model's frozen values, and the choice of its precision."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HARMLESS = 0.01
 def freeze(
     model: nn.Module, manifest: Manifest, precision: FrozenPrecision, samples: Sequence[Tensor]
 ) -> tuple[Manifest, bytes]:
-    """Return the manifest that names the file of frozen values, and the file; empty if nothing is frozen.
+    """Return the manifest with the digest of the frozen values' file, and the file; empty without frozen values.
 
     samples: batches of validation inputs, used by ``auto``. Raises ManifestError, naming the tensor, for values that
     are not finite in the precision.

@@ -19,7 +19,7 @@ class UnsupportedLayer(SdkError):
 
 @dataclass(frozen=True)
 class Traced:
-    """The graph of a forward pass, reduced to the nodes that its output needs."""
+    """Graph of a forward pass, with only the nodes that its output depends on."""
 
     nodes: tuple[fx.Node, ...]
     # Placeholder -> name of the parameter or buffer, None for the batch.
@@ -70,7 +70,7 @@ def trace(model: nn.Module, example: torch.Tensor) -> Traced:
 
 
 def _needed(graph: fx.Graph, output: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the nodes that the output depends on, in order, and those that change one of these in place."""
+    """Return the nodes that the output depends on, in order, including nodes that change one of these in place."""
     needed = {output}
     nodes = [node for node in graph.nodes if node.op != "output"]
     count = 0

@@ -15,7 +15,7 @@ from .neurons import Axis
 from .operations import State, Value, widest
 
 PARAMETER = "parameter"
-"""The kind of a layer that stands for a parameter which ``forward`` uses directly."""
+"""Kind of layer for a parameter that ``forward`` uses directly."""
 
 _COUNTED_BY_INPUT = (nn.MultiheadAttention, nn.RNNBase, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -30,7 +30,7 @@ class Layers:
         self._found: dict[str, tuple[Layer, list[Axis]]] = {}
 
     def note(self, node: fx.Node) -> None:
-        """Add the layer of a node that reads parameters, or extend it if known."""
+        """Add the layer of a node that reads parameters, or extend a known layer."""
         named = {source: self._state.named(source) for source in node.all_input_nodes}
         mine = [name for name in named.values() if name is not None]
         if not mine:
@@ -67,7 +67,7 @@ class Layers:
         return max(1, entries // channels_of(module, self._state.tensors[weight]) // samples)
 
     def _add(self, key: str, layer: Layer, columns: Axis, *, again: bool = False) -> None:
-        """Keep a layer; of a known one keep the wider input error, and add positions if it ran ``again``."""
+        """Add a layer. For a known one, keep the wider input error, and add positions if it ran ``again``."""
         if key not in self._found:
             self._found[key] = layer, [columns]
             return
@@ -102,7 +102,7 @@ def _base(module: nn.Module) -> type[nn.Module] | None:
 
 
 def channels_of(module: nn.Module | None, weight: torch.Tensor) -> int:
-    """Return the entries that one position has in the tensor used for counting: the output, or for some the input."""
+    """Return the number of entries per position of the counted tensor: the output, or for some layers the input."""
     if isinstance(module, nn.RNNBase):
         return module.input_size
     if isinstance(module, nn.Embedding):

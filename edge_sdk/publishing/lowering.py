@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ATEN = torch.ops.aten
 
 LARGEST_FOLDED = 2**14
-"""Most values of a constant that is computed at publication."""
+"""Largest number of values of a constant that is computed at publication."""
 
 _RESHAPING = (_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default)
 
@@ -41,7 +41,7 @@ _ADDING = (
     _ATEN.sum.default,
     _ATEN.sum.dim_IntList,
 )
-"""Operators that add values of the result's type."""
+"""Operators that add in the type of the result."""
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def _registry() -> Any:
 
 
 def is_translated(operator: Any) -> bool:
-    """Return whether an operator can be written as it is."""
+    """Return True if an operator has a translation."""
     return bool(_registry().is_registered(operator))
 
 
@@ -188,7 +188,7 @@ class _Lowering:
                 self._values[place] = value
 
     def _permute(self, call: Call) -> bool:
-        """Return whether a permutation undoes an earlier one, and give its result the value before both."""
+        """Return True if a permutation reverses an earlier one; its result is then the value before both."""
         place = call.args[0].place
         axes = [axis % len(call.args[1]) for axis in call.args[1]]
         source, before = self._permuted.get(place, (place, list(range(len(axes)))))
@@ -202,7 +202,7 @@ class _Lowering:
         return False
 
     def _split(self, call: Call) -> Sequence[Any]:
-        """Translate operators whose results are parts of their argument; those of the library return a sequence."""
+        """Translate operators whose results are parts of their argument; the library returns a sequence."""
         ir = self._ir
         op = self._opset
         x = call.args[0].place
@@ -303,7 +303,7 @@ class _Lowering:
         return found
 
     def _size(self, value: Any, kind: Any = None) -> Any:
-        """Return a number; for a ``Sized`` one a value of the graph. kind: its type, by default int64."""
+        """Return a number, or for a ``Sized`` number a value of the graph. kind: its type, by default int64."""
         if not isinstance(value, Sized):
             return value
         found = self._sizes.get((value, kind))
@@ -349,7 +349,7 @@ def _set(ir: Any, value: Any, kind: Any) -> None:
 
 
 def _one_unknown(sizes: Sequence[Any], computed: Any) -> list[Any]:
-    """Return the sizes of a reshape: -1 for the only one that is not a number."""
+    """Return the sizes of a reshape; a single size that is not a number becomes -1."""
     unknown = [each for each in sizes if isinstance(each, Sized)]
     if len(unknown) == 1 and -1 not in sizes:
         return [-1 if isinstance(each, Sized) else each for each in sizes]

@@ -25,7 +25,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers on exit: forward passes in training mode move running statistics."""
+    """Restore the buffers on exit, because forward passes in training mode update running statistics."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield

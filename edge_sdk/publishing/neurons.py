@@ -1,8 +1,8 @@
-"""Index sets of neurons, refined step by step: the neurons along an axis, and the sets that turn out to be equal.
+"""Index sets of the neurons along axes; the analysis unites sets that are equal.
 
 An axis is a sequence of runs; the empty sequence is an axis without neurons, which is always complete. A set may later
-equal another, become complete, be cut in two, or be merged into larger neurons such as attention heads. It then stands
-for runs of other sets, which ``resolve`` finds.
+equal another, become complete, be cut in two, or be merged into larger neurons such as attention heads. ``resolve``
+then returns the runs of other sets that replace it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_RUNS = 4096
 
 @dataclass(frozen=True)
 class Run:
-    """Neurons of a set in order, each owning ``repeat`` entries; set 0 stands for complete entries."""
+    """Neurons of a set in order, with ``repeat`` entries each; set 0 has the complete entries."""
 
     set: int
     repeat: int = 1
@@ -32,7 +32,7 @@ Axes = tuple[Axis, ...]
 
 
 class Neurons:
-    """The sets, numbered in order of creation; united sets bear the name of the first.
+    """The sets, numbered in order of creation; united sets have the name of the first.
 
     ``doing``: the operation under analysis, recorded as the reason for sets that become complete (``why``). ``lost``:
     whether neurons are complete because an operator mixes them or is unknown.
@@ -63,7 +63,7 @@ class Neurons:
         return sum(self._sizes[run.set] * run.repeat for run in axis)
 
     def resolve(self, axis: Axis) -> Axis:
-        """Return the axis in terms of independent sets; empty if it is all complete."""
+        """Return the axis as runs of independent sets; empty if all its entries are complete."""
         found: list[Run] = []
         for run in axis:
             become = self._become[run.set]
@@ -100,7 +100,7 @@ class Neurons:
         return ()
 
     def lose(self, axes: Iterable[Axis]) -> None:
-        """Complete neurons that no rule can follow."""
+        """Complete the neurons of an operator without a rule."""
         known = [resolved for axis in axes if (resolved := self.resolve(axis))]
         self.lost |= bool(known)
         self.complete(*known)
@@ -116,7 +116,7 @@ class Neurons:
         return ""
 
     def join(self, first: Axis | None, second: Axis | None) -> Axis | None:
-        """Unite two axes, either of which may be None for an axis without restriction; return the result."""
+        """Unite two axes and return the result; None is an axis without restriction."""
         if first is None or second is None:
             return second if first is None else first
         return self.unite(first, second)
@@ -144,7 +144,7 @@ class Neurons:
         return self.resolve(first)
 
     def _whole(self, axis: Axis) -> Axis:
-        """Return the resolved axis with complete runs written out."""
+        """Return the resolved axis, with its complete runs."""
         return self.resolve(axis) or ((Run(_COMPLETE, self.length(axis)),) if axis else ())
 
     def _same(self, one: Run, other: Run) -> None:

@@ -1,4 +1,4 @@
-"""An operator call of a traced graph, the properties of its inputs, and the state of the analysis.
+"""Operator calls of a traced graph, the properties of their inputs, and the state of the analysis.
 
 A rule (``rules``, ``products``) maps an ``Operation`` to the axes of its result, or to a list of several results.
 """
@@ -23,7 +23,7 @@ _WIDTH = get_args(InputError).index
 
 
 def widest(errors: Iterable[InputError]) -> InputError:
-    """Return the error with the largest useful part."""
+    """Return the largest of the input errors."""
     return max(errors, key=_WIDTH, default="none")
 
 
@@ -48,12 +48,12 @@ class Value:
 
     @property
     def blank(self) -> Axis | None:
-        """A new axis of this value, without neurons."""
+        """An axis of this value without neurons; None if the value is fixed."""
         return None if self.fixed else ()
 
 
 def constant(shape: Iterable[int]) -> Value:
-    """Return a value that is the same in every pass."""
+    """Return a value that does not depend on the input."""
     shape = tuple(shape)
     return Value(shape, (None,) * len(shape), fixed=True)
 
@@ -85,7 +85,7 @@ class State:
         return value if isinstance(value, Value) else None
 
     def named(self, node: fx.Node) -> str | None:
-        """Return the first name of the parameter that a node stands for."""
+        """Return the first name of a node's parameter."""
         tensor = self.tensors.get(self.traced.inputs.get(node) or "")
         name = None if tensor is None else self.names[id(tensor)]
         return name if name in self.parameters else None
@@ -120,7 +120,7 @@ class Operation:
 
     @property
     def result(self) -> Any:
-        """Stand-in for the result."""
+        """The traced result, without data."""
         return self.node.meta.get("val")
 
     @property
@@ -164,7 +164,7 @@ _NORMS_OF_ALL = {"group_norm", "layer_norm", "rms_norm"}
 
 
 def error_of(op: Operation, axes: Sequence[Axis | None]) -> InputError:
-    """Return the part of a result's error that is of use below it (``manifest.Layer.input_error``)."""
+    """Return the part of a result's error that the layers below need (``manifest.Layer.input_error``)."""
     error = widest(value.error for value in op.values if not value.fixed)
     if error == "none" and any(value.fixed and value.error != "none" for value in op.values):
         layer = op.name.startswith("conv") or op.name in {"linear", "embedding", "mm", "addmm", "matmul"}
@@ -175,7 +175,7 @@ def error_of(op: Operation, axes: Sequence[Axis | None]) -> InputError:
 
 
 def _stays_apart(op: Operation, axes: Sequence[Axis | None]) -> bool:
-    """Return whether each neuron of the result depends only on the same neuron below."""
+    """Return True if each neuron of the result depends only on the same neuron of the input."""
     # Neurons lie along one axis, which includes all those below. Otherwise an active neuron below gets error from
     # inactive ones here, as a map of one channel that is broadcast over the channels of another does.
     flowing = (value for value in op.values if not value.fixed and value.error == "active")
@@ -185,7 +185,7 @@ def _stays_apart(op: Operation, axes: Sequence[Axis | None]) -> bool:
 
 
 def _mixes(op: Operation, axes: Sequence[Axis | None]) -> bool:
-    """Return whether an active neuron of the result depends on inactive neurons below."""
+    """Return True if an active neuron of the result depends on inactive neurons of the input."""
     if op.name in _NORMS_OF_ALL or any(value.fixed and value.learned for value in op.values):
         return not (_keeps_channels(op) and len(axes) > 1 and axes[1])
     return op.name in PRODUCTS or op.name in _SOFTMAX
@@ -201,7 +201,7 @@ def _keeps_channels(op: Operation) -> bool:
 
 
 def _is_plain(op: Operation) -> bool:
-    """Return whether a node reads parameters directly, not values computed from them."""
+    """Return True if a node reads parameters directly, not values computed from them."""
     return all(
         op.state.named(source) is not None
         for source in op.node.all_input_nodes

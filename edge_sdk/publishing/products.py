@@ -1,4 +1,4 @@
-"""Rules for operators that multiply or scale with weights: products, convolutions, norms and recurrent layers.
+"""Rules for operators with weights: products, convolutions, norms and recurrent layers.
 
 The columns of a weight have the neurons of its input; its rows are the neurons of the result.
 """
@@ -219,7 +219,7 @@ def _recurrent(op: Operation) -> Any:
 
 
 def _recurrent_layer(op: Operation, below: Axis, ways: Sequence[Sequence[Value]]) -> Axis:
-    """Return the units of a layer over the neurons ``below``, one direction after another."""
+    """Return the units of a recurrent layer on the neurons ``below``, direction after direction."""
     lies: Axis = ()
     for first, second, *biases in ways:
         units = second.known[1]

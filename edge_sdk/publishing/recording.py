@@ -31,7 +31,7 @@ UNTIL_THE_END = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class Ref:
-    """The value number ``place`` of a recording."""
+    """Reference to the value at ``place`` of a recording."""
 
     place: int
 
@@ -82,7 +82,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fixed = set[int]()
 
     def place_of(self, tensor: Tensor) -> int:
-        """Return the place of a tensor; an unknown one is a constant of the function."""
+        """Return the place of a tensor; an unknown tensor becomes a constant."""
         found = self._places.get(id(tensor))
         if found is None:
             found = self._add(tensor)
@@ -158,7 +158,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _composite(func: Any) -> bool:
-    """Return whether an operator consists of others."""
+    """Return True if an operator is composed of other operators."""
     return bool(func._can_decompose()) and func is not _ATEN._local_scalar_dense.default
 
 
@@ -168,7 +168,7 @@ def record(
     batch: int,
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> Recording:
-    """Run ``function`` on ``given``, nested tensors, and return what it called. Raises CannotCompile."""
+    """Run ``function`` on ``given``, nested tensors, and return the recording. Raises CannotCompile."""
     recording = Recording(batch)
     recorder = _Recorder(recording, decompositions)
     # Copies: a tensor that occurs twice must stay two inputs.
@@ -204,12 +204,12 @@ def _functional(function: Callable[..., Sequence[Tensor]], given: tuple[Any, ...
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the tensor to use below functionalisation, as in a dispatch mode."""
+    """Return the tensor without its functional wrapper, for use in a dispatch mode."""
     return torch._from_functional_tensor(tensor) if torch._is_functional_tensor(tensor) else tensor
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text that is not empty."""
+    """Return the first non-empty line of an exception's text."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
@@ -264,7 +264,7 @@ def free_batch(one: Recording, other: Recording) -> FreeRecording:
 
 
 def _given_constants(one: Recording, other: Recording) -> dict[int, Tensor]:
-    """Return the values that no call made, except inputs."""
+    """Return the values that are neither inputs nor results of calls."""
     made = {place for call in one.calls for place in call.made}
     found: dict[int, Tensor] = {}
     for place, (first, second) in enumerate(zip(one.values, other.values, strict=True)):

@@ -182,7 +182,7 @@ def _split(op: Operation) -> list[Value]:
 
 
 def _gate(op: Operation) -> Lies:
-    """Unite the gates with the gated half."""
+    """Unite the neurons of the gates with those of the gated half."""
     dim = op.dim(len(op.shape))
     half = op.shape[dim]
     first, second = (_part(op, dim, place * half, (place + 1) * half) for place in range(2))
@@ -190,7 +190,7 @@ def _gate(op: Operation) -> Lies:
 
 
 def _index(op: Operation) -> Any:
-    """Pick rows by an index: the other axes keep their neurons."""
+    """Select rows by an index: the other axes keep their neurons."""
     value = op.of(0)
     picked = [place for place, each in enumerate(op.at(1)) if each is not None]
     if value is None or picked != list(range(picked[0], picked[-1] + 1)):
@@ -242,7 +242,7 @@ def _flattened(op: Operation, block: list[tuple[int, Axis | None]]) -> Axis:
 
 
 def _kept(op: Operation, flat: Axis, lengths: list[int]) -> tuple[int, Axis]:
-    """Split an axis into parts of these lengths; return the part that keeps the neurons, and its axis."""
+    """Split an axis into parts of these lengths; return the index of the part that keeps the neurons, and its axis."""
     if len(lengths) == 1:
         return 0, flat
     exact = next((place for place in range(len(lengths)) if _fits(op, flat, lengths, place)), None)
@@ -256,7 +256,7 @@ def _kept(op: Operation, flat: Axis, lengths: list[int]) -> tuple[int, Axis]:
 
 
 def _fits(op: Operation, flat: Axis, lengths: list[int], place: int) -> bool:
-    """Return whether the neurons are exactly the entries of this part."""
+    """Return True if the neurons are exactly the entries of this part."""
     behind = math.prod(lengths[place + 1 :])
     size = math.prod(lengths[place:])
     if any(run.repeat % behind for run in flat):

@@ -50,10 +50,10 @@ BATCHES = (5, 3)
 
 COMPARED = (8, 7, 6, 4)
 """Batch sizes for comparison with PyTorch: others, because two recordings cannot tell n * n from 8 * n - 15. A graph
-must agree at two of them. At one of the first, a kink may be as near as single precision's rounding error."""
+must agree at two of them, because at one a kink may be within single precision's rounding error."""
 
 CLOSE = 1e-4
-"""Relative L2 distance between a graph and PyTorch that rounding may cause, per gradient."""
+"""Largest relative L2 distance between a graph and PyTorch that rounding may cause, per gradient."""
 
 ROUNDING = 1e-2
 """Outputs smaller than this share of the largest are compared relative to that: gradients of biases that a batch norm
@@ -106,7 +106,7 @@ def compile_step(
 
 
 def _counting(inputs: Tensor, targets: Tensor, ignored: int | None) -> tuple[Tensor, Tensor]:
-    """Return the samples with a target that the loss counts; without one, the mean loss would be 0 / 0."""
+    """Return the samples whose target the loss counts; without any, the mean loss would be 0 / 0."""
     if ignored is None:
         return inputs, targets
     known = targets.reshape(len(targets), -1).ne(ignored).any(dim=1)
@@ -115,7 +115,7 @@ def _counting(inputs: Tensor, targets: Tensor, ignored: int | None) -> tuple[Ten
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples to trace with, repeated to any batch size."""
+    """Samples for tracing, repeated to any batch size."""
 
     inputs: Tensor
     targets: Tensor
@@ -180,7 +180,7 @@ class _Half:
         targets: Tensor,
         drawn: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor | None], dict[str, Tensor]]:
-        """Return loss, output, its error and the gradients if training, and the moved buffers."""
+        """Return loss and output; in training also the output's error, gradients and updated buffers."""
         leaves = {name: value.detach() for name, value in parameters.items()}
         for name in self._trained:
             leaves[name].requires_grad_()
@@ -267,19 +267,19 @@ class _Half:
 
 
 class _Differs(CannotCompile):
-    """The graph and PyTorch differ by more than rounding on some samples."""
+    """The graph and PyTorch differ by more than rounding."""
 
 
 @dataclass(frozen=True)
 class _Exact:
-    """Values of outputs in double precision; ``effect``: the largest relative one of changed parameters."""
+    """Outputs in double precision; ``effect``: the largest relative effect of changed parameters."""
 
     values: list[Tensor]
     effect: float
 
     @classmethod
     def of(cls, values: list[Tensor], moved: list[Tensor]) -> _Exact:
-        """Return the values with the effect of the change that made ``moved``."""
+        """Return the values with the effect of the parameters' change, from the outputs ``moved``."""
         sizes = [_distance(each, 0.0) for each in values]
         effects = [
             _distance(value, other) / size
@@ -289,7 +289,7 @@ class _Exact:
         return cls(values, max(effects, default=0.0))
 
     def allows(self, place: int, value: Any, right: Tensor) -> bool:
-        """Return whether rounding explains a graph's value. right: PyTorch's."""
+        """Return True if the difference of a graph's value is within rounding. right: PyTorch's value."""
         if not self.values:
             return False
         exact = self.values[place]

@@ -191,7 +191,7 @@ def _windows(size: int, length: int) -> Matrix:
 
 
 def _rows(size: int, windows: Sequence[tuple[range, float]]) -> Matrix:
-    """Return a matrix with a row of ``size`` per window: its share at each entry inside, otherwise 0."""
+    """Return a matrix with one row of length ``size`` per window: the window's weights, 0 elsewhere."""
     matrix = np.zeros((len(windows), size))
     for row, (inside, share) in zip(matrix, windows, strict=True):
         row[inside.start : inside.stop] = share
@@ -489,14 +489,14 @@ def _slice_backward(error: Tensor, sizes: Sequence[Any], dim: int, start: int, e
 
 
 def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Return the L2 norm in operators that a step may have."""
+    """Return the L2 norm, composed of operators that a step accepts."""
     if ord != 2 or dtype is not None:
         return NotImplemented
     return torch.sqrt((x * x).sum(dim, keepdim=keepdim) if dim else (x * x).sum())
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the weight in the direction of v with the lengths g, and the lengths of v."""
+    """Return the weight with the direction of v and the norms g, and the norms of v."""
     norms = torch.sqrt((v * v).sum(_others(v, dim), keepdim=True))
     return v * (g / norms), norms
 
@@ -513,7 +513,7 @@ def _others(x: Tensor, dim: int) -> list[int]:
 
 
 def _arange(start: Any, end: Any, step: Any = 1, **kind: Any) -> Any:
-    """Return a cumulative sum of ones: a step has no operator for a range whose length depends on a value."""
+    """Return a range as a cumulative sum of ones, because a step accepts no range whose length depends on a value."""
     dtype = kind.get("dtype") or torch.int64
     if step != 1 or any(isinstance(each, float | torch.SymFloat) for each in (start, end)) or dtype.is_floating_point:
         return NotImplemented
@@ -649,7 +649,7 @@ class Complex:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute ``func`` for arguments of which one is complex."""
+        """Compute ``func`` if one of its arguments is complex."""
         name = func.__name__.strip("_")
         kwargs = kwargs or {}
         if name in _MOVES:
@@ -665,7 +665,7 @@ class Complex:
         return _COMPLEX[name](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute or a method that tensors have."""
+        """Return an attribute or method of tensors."""
         if name in ("shape", "ndim", "device", "size", "dim", "numel"):
             return getattr(self.real, name)
         found = getattr(Tensor, name)
@@ -717,7 +717,7 @@ _MOVES = {
     "unsqueeze",
     "view",
 }
-"""Functions that apply to both parts separately."""
+"""Functions that apply to the real and the imaginary part separately."""
 
 _COMPLEX: dict[str, Callable[..., Any]] = {
     "abs": _magnitude,
@@ -783,7 +783,7 @@ def _padded(x: Tensor, width: int, mode: str) -> Tensor:
 
 
 def _frames(x: Tensor, length: int, hop: int) -> Tensor:
-    """Return x [..., T] in frames [..., frames, length], put together from pieces of gcd(length, hop) values."""
+    """Return x [..., T] in frames [..., frames, length], composed of pieces of gcd(length, hop) values."""
     count = 1 + (x.shape[-1] - length) // hop
     piece = math.gcd(length, hop)
     pieces = x[..., : x.shape[-1] // piece * piece].reshape(*x.shape[:-1], -1, piece)

@@ -1,8 +1,8 @@
 """The manifest of an ``nn.Module`` without neurons, for methods that train and send whole tensors.
 
 The model runs once on an example in evaluation mode; hooks record its layers with their number of positions, and the
-parameters used outside of layers. So ``forward`` may do anything that can be exported to ONNX: recurrent layers, tied
-weights, decisions in Python. Weights that forward also uses outside their layer are never pruned.
+parameters used outside of layers. ``forward`` may therefore contain anything that can be exported to ONNX: recurrent
+layers, tied weights, Python control flow. Weights that are also used outside their layer are never pruned.
 ``edge_sdk.publishing.coupling`` finds manifests with neurons.
 """
 

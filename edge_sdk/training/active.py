@@ -1,4 +1,4 @@
-"""Layers that use their whole weight forward, and train only the weights between active neurons.
+"""Layers that use their whole weight in the forward pass, and train only the weights between active neurons.
 
 A weight's *block* is the outer product of active rows (output neurons) and active columns (input neurons). It trains
 with the gradient
@@ -175,7 +175,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _into_input(layer: nn.Conv1d | nn.Conv2d, error: Tensor, shape: torch.Size, block: ActiveBlock) -> Tensor:
-    """Return the gradient of the input; it may be zero for channels that nothing below reads."""
+    """Return the gradient of the input, possibly zero for channels whose gradient no layer needs."""
     weight = block.parameter.detach()
     some = _scatters(block)
     if some:

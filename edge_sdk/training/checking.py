@@ -1,6 +1,6 @@
 """Check that a task's data, model and loss work together.
 
-The first batch of each loader goes through model and loss; a failure names the loader. Model, running statistics and
+The first batch of each loader passes through model and loss; errors name the loader. Model, running statistics and
 random numbers are restored, so that results with a seed stay bit-identical.
 """
 
@@ -28,11 +28,11 @@ from .local import as_tensor, device_of
 from .supported import check_model
 
 SAMPLES = 16
-"""Samples of a batch that go through model and loss."""
+"""Number of samples of a batch that pass through model and loss."""
 LOOKED_AT = 2**24
-"""Most input values for a check of all samples."""
+"""Largest number of input values for a check of all samples."""
 LIKE_A_SUM = 0.05
-"""A loss that doubles with its batch, within this share, is a sum."""
+"""A loss is a sum if it doubles with its batch, within this tolerance."""
 NOT_NOTHING = 1e-6
 NAMED_LABELS = 5
 PAIR = "(inputs, targets), two arrays or tensors"
@@ -235,7 +235,7 @@ class _Check:
             )
 
     def _check_metrics(self, outputs: Tensor, targets: Tensor) -> None:
-        """Check that metrics can be computed; an undefined value on one batch is accepted."""
+        """Check that the metrics can be computed; a value may be undefined on one batch."""
         for name, metric in self.task.measured.items() if self.name != "train" else ():
             try:
                 with np.errstate(all="ignore"), warnings.catch_warnings():

@@ -1,7 +1,7 @@
-"""Weights with unstructured sparsity, run and trained by the fastest way for their density:
+"""Weights with unstructured sparsity, with the fastest kernel for their density:
 
     ``SparseRows``   linear, density up to 0.1   compressed rows, in the forward pass and for both gradients
-    ``ActiveBlock``  rows or columns are empty   dense, on the others only (``packed_linear``, ``packed_convolution``)
+    ``ActiveBlock``  rows or columns are empty   dense, on the rest (``packed_linear``, ``packed_convolution``)
     ``Elements``     density up to 0.25          dense; the optimiser holds only the existing elements
     bits             above                       dense; the gradient is masked in place
 
@@ -31,7 +31,7 @@ DENSEST_ROWS = 0.1
 step of a linear layer takes 0.2 to 0.4 of the dense time at 0.05, 0.5 to 0.8 at 0.1, over 1 at 0.2)."""
 
 DENSEST_INDEX = 0.25
-"""Highest density at which gathering and scattering elements costs no more than masking the whole."""
+"""Highest density at which gathering and scattering elements costs no more than masking the whole gradient."""
 
 _WORTH_PACKING = 0.7
 """Highest share of rows times columns at which packing pays; gathering and spreading them take time too."""
@@ -86,7 +86,7 @@ class SparseRows(Elements):
 
 @cache
 def _warned() -> None:
-    """Silence torch's one warning that compressed rows are in beta; tests check their results."""
+    """Silence torch's warning that compressed rows are in beta; tests check their results."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.eye(1).to_sparse_csr()
@@ -183,7 +183,7 @@ def _where(flags: Tensor) -> Tensor | None:
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By size in bytes."""
+"""Integer types by size in bytes."""
 
 
 class Bits:

@@ -98,7 +98,7 @@ class TorchEngine:
         return Freezing(self.model, self.manifest, part.mask, elements, trained)
 
     def epochs(self, batches: Batches, seed: int) -> Iterator[Batch]:
-        """Iterate over the data indefinitely on the model's device, reseeding from ``seed``."""
+        """Iterate over the data indefinitely, on the model's device, reseeding from ``seed``."""
         device = device_of(self.model)
         seed_generators(device, seed)
         for batch in passes(batches, seed):
@@ -205,7 +205,7 @@ class TorchEngine:
         return float(self.task.loss(as_tensor(outputs), as_tensor(targets).cpu()))
 
     def scaled(self, scale: NDArray[np.float32]) -> TorchEngine:
-        """Return an engine of this model whose loss is of its outputs times ``scale``."""
+        """Return an engine of this model that computes the loss from its outputs times ``scale``."""
         factor = torch.tensor(np.asarray(scale, np.float32), device=device_of(self.model))
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Training with frozen parameters: w <- w - lr * (m ⊙ ∇F(w)) (FedSPU, arXiv:2403.11464, Eq. 5).
 
-Within a ``Freezing``, a *leaf* of the active values stands for each parameter that is frozen in part. The optimiser
-moves leaves, so momentum, weight decay and clipping affect only these. Layers use the whole parameters, to which
+Within a ``Freezing``, a *leaf* with the active values replaces each partly frozen parameter in the optimiser, so
+momentum, weight decay and clipping affect only these values. Layers use the whole parameters, to which
 ``write_back`` copies the leaves after each step; frozen values stay bit-identical. Masked elements (FedSGC, DM-PFL,
 fine-tuning of a sparse model) are and stay zero.
 """
@@ -25,8 +25,8 @@ from .active import ActiveBlock, Kernel, kernel_of
 from .elements import Bits, Elements, run_of
 
 _LARGE = 2**16
-"""Gradients of parameters of this size are taken over at once, to free memory. Small ones wait until the end of the
-backward pass: a callback in its middle takes longer than the work."""
+"""Gradients of parameters from this size on move to leaves at once, to free memory. Smaller ones move at the end of the
+backward pass, because a callback takes longer than the copy."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Freezing:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Tensors for the optimiser: whole parameters, and leaves of those that are frozen in part."""
+        """Tensors for the optimiser: whole parameters, and the leaves of partly frozen ones."""
         return [part.leaf for part in self._parts.values()]
 
     def with_elements(self, elements: Mapping[str, torch.Tensor]) -> Freezing:

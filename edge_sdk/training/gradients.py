@@ -28,7 +28,7 @@ def visit_gradients(
 ) -> tuple[float, torch.Tensor]:
     """Call ``visit`` with the name and gradient of each parameter in ``names``; return loss and outputs.
 
-    The loss is that of all batches as one. ``visit`` must not change the model. Buffers are restored unless ``moves``.
+    The loss covers all batches together. ``visit`` must not change the model. Buffers are restored unless ``moves``.
     judged: returns loss and outputs of a batch, instead of the task's loss.
     """
     inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
@@ -61,7 +61,7 @@ def visit_gradients(
 def curvature(
     model: nn.Module, task: Task, batches: Sequence[Batch], direction: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the Hessian of the loss of all batches as one, times ``direction``, for the parameters that it names.
+    """Return the Hessian of the loss of all batches together, times ``direction``, for the parameters that it names.
 
     Buffers are restored, and gradients freed. Raises NoCurvature.
     """

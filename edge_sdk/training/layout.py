@@ -1,6 +1,6 @@
 """The memory format of convolutions: channels last, [N, H, W, C], is fastest on most CPUs.
 
-The choice depends only on model and data, so that equal seeds give equal bits, unless the task sets it (``compute``)
+The choice depends only on model and data, so that equal seeds give equal bits. A task may set it instead (``compute``),
 after a measurement on the device.
 """
 
@@ -26,7 +26,7 @@ FEWEST_CHANNELS = 8
 """Fewest input channels of a strided 1 x 1 convolution in channels last (``runs_safely``)."""
 
 _runs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Models that have been tried, and whether they run in channels last."""
+"""Tried models, and whether they run in channels last."""
 
 
 class Layout:

@@ -65,7 +65,7 @@ def train_locally(
 ) -> LocalResult:
     """Train ``model`` in place on the task's training data for ``local_steps``, or else ``local_epochs``.
 
-    The optimiser starts afresh; ``seed`` decides shuffling and dropout. The reported losses exclude the proximal term.
+    The optimiser starts without state; ``seed`` decides shuffling and dropout. Losses exclude the proximal term.
     adjustment: changes the model's existing elements between steps. factors: name -> factor of a parameter in the
     forward pass. Raises TrainingDiverged for a loss or weight that is not finite, ValueError without training data.
     """

@@ -68,7 +68,7 @@ class Mixture(nn.Module):
 
 
 def mixture_in(model: nn.Module) -> Mixture:
-    """Return the model as a mixture. Raises ManifestError if it is none."""
+    """Return the model as a mixture. Raises ManifestError if it is not a mixture."""
     if not isinstance(model, Mixture):
         raise ManifestError(f"a {type(model).__name__} is not a mixture; join the federation again")
     return model

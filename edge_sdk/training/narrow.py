@@ -1,4 +1,4 @@
-"""Training of a physically smaller network that has only the active neurons.
+"""Training of a physically smaller network with only the active neurons.
 
 A ``Narrow`` network computes the same as the whole one with zero weights, biases, scales and shifts of the dropped
 neurons. Group and layer norm average over neurons, with zeros for the dropped ones. Grouped convolutions, whose columns
@@ -28,13 +28,13 @@ from ..publishing.modes import evaluating
 from .local import as_tensor, device_of, get_tensors, set_tensors
 
 _CLOSE = 1e-3
-"""Largest difference of outputs, as a share of the largest output, that rounding explains."""
+"""Largest difference of outputs by rounding, as a share of the largest output."""
 
 SAMPLES = 2
 """Samples for the comparison; one would hide code that mixes samples."""
 
 _compared: WeakKeyDictionary[nn.Module, set[tuple[int, ...]]] = WeakKeyDictionary()
-"""Models that have been compared with narrow networks, and the widths of these."""
+"""Models that have been compared with narrow networks, and the widths of these networks."""
 
 
 class Narrow:
@@ -121,7 +121,7 @@ def _adjusted(path: str, module: Any, kept: torch.Tensor | None) -> Any:
 
 
 class _GroupNorm(nn.GroupNorm):
-    """Group norm with zeros for other channels than ``kept``."""
+    """Group norm with zeros for the channels that are not ``kept``."""
 
     kept: torch.Tensor
 
@@ -139,7 +139,7 @@ class _GroupNorm(nn.GroupNorm):
 
 
 class _LayerNorm(nn.LayerNorm):
-    """Layer norm with zeros for other entries than ``kept``."""
+    """Layer norm with zeros for the entries that are not ``kept``."""
 
     kept: torch.Tensor
 

@@ -1,7 +1,7 @@
 """Time and memory of a few training steps with PyTorch, on copies of the model and of each layer.
 
-Trainings on 4 and on 8 samples allocate and free the same blocks of torch's allocator in the same order, and each
-block's size grows linearly with the samples. So the two trainings give the sizes for any batch, and the peak is the
+Training on 4 and on 8 samples allocates and frees the same blocks of torch's allocator in the same order, and each
+block's size grows linearly with the samples. Two runs therefore give the sizes for any batch, and the peak is the
 largest running sum.
 """
 
@@ -42,14 +42,14 @@ REPEATS = 3
 # The process holds more than the allocator's blocks: those of up to 32 MiB lie in the C library's heap, which
 # fragments, more so in longer training. This factor cannot be derived; docs/results/speed.md has its spread.
 HEAP = 1.75
-"""Memory held over memory in use under the C library (glibc 2.36)."""
+"""Ratio of held memory to used memory with the C library (glibc 2.36)."""
 
 FEW = (4, 8)
-"""Batch sizes that are tried. Not 1: a convolution of one sample runs in another kernel."""
+"""Batch sizes of the runs; not 1, because a convolution of one sample runs in another kernel."""
 
 
 class TorchRehearsal(Rehearsal):
-    """Training with PyTorch that restores random numbers."""
+    """Rehearsal with PyTorch that restores the random state."""
 
     def __init__(
         self,

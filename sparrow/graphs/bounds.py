@@ -29,18 +29,18 @@ from .values import Values, named, names, unknown
 
 MIB = 1024 * 1024
 MOST_FIELDS = 500_000
-"""Most fields of the file, for some 10,000 nodes; each takes about a hundred bytes when parsed."""
+"""Largest number of fields of a file, for some 10,000 nodes; a parsed field takes about a hundred bytes."""
 DEEPEST = 64
-"""Deepest accepted nesting of messages."""
+"""Largest accepted nesting depth of messages."""
 MOST_ACTIVATIONS = 256 * MIB
-"""Most bytes of values that are alive at a time, for one sample."""
+"""Limit in bytes of the values that are alive at a time, for one sample."""
 MOST_CONSTANTS = 64 * MIB
-"""Most bytes of constant values beyond ``WEIGHTS`` times the weights; they are computed at load."""
+"""Limit in bytes of constants beyond ``WEIGHTS`` times the weights; they are computed at load."""
 WEIGHTS = 4
 MOST_AT_ONCE = 1024 * MIB
-"""Most bytes that are alive when several samples run at a time."""
+"""Limit in bytes of the values that are alive at a time, for several samples."""
 SMALL = 1024
-"""Most elements of a value that is computed to infer a size."""
+"""Largest number of elements of a value that is computed to infer a size."""
 
 
 FOLDED = names(
@@ -59,7 +59,7 @@ _PLAIN: dict[str, Callable[..., Array]] = {
     "Squeeze": lambda given, axes=None: np.squeeze(given, None if axes is None else tuple(axes)),
     "Sub": np.subtract,
 }
-"""The most frequent of them; importing ONNX's reference implementation takes longer than a small model's first step."""
+"""The most frequent ones; importing ONNX's reference implementation takes longer than a small model's first step."""
 
 LAYERS = names(
     """
@@ -74,7 +74,7 @@ LAYERS = names(
     SpaceToDepth Sqrt Sum Swish Tan Tanh ThresholdedRelu Transpose Xor
     """
 )
-"""Layers and other computations between them."""
+"""Layers, and computations between layers."""
 
 OPERATORS = FOLDED | SIZING | LAYERS
 """Accepted operators: the sizes of their results can be inferred."""
@@ -85,18 +85,18 @@ SAME = names(
     Softsign Swish
     """
 )
-"""Operators whose result has the first input's type; ONNX itself may not infer it."""
+"""Operators whose result has the first input's type; ONNX may not infer it."""
 
 _FACTORS = names("GroupNormalization PRelu RMSNormalization")
 
 MOST_SECONDS = 2.0
-"""Longest predicted time of a node: a run cannot be stopped within a node."""
+"""Longest predicted time of a node, because a run cannot be stopped within a node."""
 MOST_GRAPH_SECONDS = 60.0
 """Longest predicted time of a graph for one sample."""
 
 
 _HELD = {"LSTM": 12, "GRU": 12, "RNN": 12, "Attention": 4, "Where": 2}
-"""Operators that hold a multiple of their results while they run."""
+"""Operators that need a multiple of their results' memory while they run."""
 
 
 def check_fields(data: bytes) -> None:
@@ -312,7 +312,7 @@ class Walk:
             raise SkeletonError(f"{named(node)}: its result cannot be inferred ({str(error)[:200]})") from None
 
     def _check_factors(self, node: NodeProto) -> None:
-        """Raise SkeletonError for factors that would enlarge a result."""
+        """Raise SkeletonError for a norm's factors that would enlarge its result."""
         # ONNX infers the input's shape for these operators, but ONNX Runtime broadcasts to the larger lengths of
         # both.
         if node.op_type not in _FACTORS:
@@ -328,7 +328,7 @@ class Walk:
                 )
 
     def _split(self, node: NodeProto) -> dict[str, int]:
-        """Keep the types of the pieces of a split value."""
+        """Record the types of the pieces of a split value."""
         values = self.values
         taken = values.types[node.input[0]]
         given = attributes(node)
@@ -365,7 +365,7 @@ class Walk:
             raise too_slow(node.name, node.op_type, seconds, "one sample")
 
     def _fold(self, node: NodeProto) -> None:
-        """Compute a small constant result, which may become a size."""
+        """Compute a small constant result, which may be used as a size."""
         values = self.values
         if node.op_type in ("Shape", "Size"):
             shape = values.shape(node.input[0])
@@ -398,7 +398,7 @@ class Walk:
 
 
 def too_slow(name: str, operator: str, seconds: float, what: str) -> SkeletonError:
-    """Return the error for a node that takes too long. what: the samples that it processes."""
+    """Return the error for a node that takes too long. what: description of its samples."""
     return SkeletonError(
         f"the node {name[:80]!r} ({operator[:80]!r}) is predicted to take {seconds:,.1f} s for {what}, at most "
         f"{MOST_SECONDS:g} s are accepted; publish a smaller model"
@@ -412,7 +412,7 @@ def _spreads(shape: list[int], whole: list[int]) -> bool:
 
 
 def has_data(tensor: TensorProto) -> bool:
-    """Return whether the file contains the tensor's values."""
+    """Return True if the file contains the tensor's values."""
     fields = ("raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
     return any(len(getattr(tensor, field)) for field in fields)
 

@@ -13,7 +13,7 @@ from onnx import NodeProto, TensorProto
 
 
 class Building:
-    """New nodes and initialisers in order; all names begin with ``prefix``.
+    """Builder of nodes and initialisers, in order; all names begin with ``prefix``.
 
     Use only operators with the same meaning in all versions of ``skeleton.OPSETS``.
     """
@@ -50,13 +50,13 @@ class Building:
         return self.add("Cast", self.constant(values.astype(small)), to=TensorProto.INT64)
 
     def several(self, kind: str, *inputs: str, outputs: int, **attributes: Any) -> list[str]:
-        """Return the outputs of a new node."""
+        """Add a node with several outputs, and return their names."""
         names = [self.name(kind.lower()) for _ in range(outputs)]
         self.nodes.append(onnx.helper.make_node(kind, list(inputs), names, names[0], **attributes))
         return names
 
     def add(self, kind: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
-        """Return the output of a new node, named ``output`` if given."""
+        """Add a node, and return the name of its output: ``output``, if given."""
         name = output or self.name(kind.lower())
         self.nodes.append(onnx.helper.make_node(kind, list(inputs), [name], name, **attributes))
         return name

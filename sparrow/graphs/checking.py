@@ -3,8 +3,8 @@
 Graphs come over the network. A graph is refused before ONNX Runtime reads it if it accesses data other than a batch and
 the manifest's tensors, uses an operator of unknown size or effect, or exceeds the limits for a model of this size.
 
-Sizes are inferred node by node at two numbers of samples. At most one axis of a value may differ, in proportion to the
-samples, and operators along that axis must keep its length. So the results hold for every batch.
+Sizes are inferred node by node for two numbers of samples. At most one axis of a value may differ, in proportion to the
+samples, and operators along that axis must keep its length. The results then hold for every batch size.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ OPSET = 21
 """Version of the standard operators in published steps."""
 
 LARGEST_CONSTANT = 1024 * 1024
-"""Most bytes of one constant."""
+"""Limit in bytes of one constant."""
 SAMPLES = (2, 3)
 """Numbers of samples for inferring sizes."""
 FLOPS_OVER_FORWARD = 16
-"""Most work per sample, as a multiple of the FLOPs of the manifest's layers ..."""
+"""Limit of the FLOPs per sample: this multiple of the FLOPs of the manifest's layers ..."""
 FLOPS_BESIDE = 2**34
 """... plus this many FLOPs."""
 
@@ -50,7 +50,7 @@ OPERATORS = names(
     Softplus Softsign Split Sqrt Squeeze Sub Tanh Tile Transpose Unsqueeze Where
     """
 )
-"""Accepted operators: those of published steps and of the engine's passes, and similar ones."""
+"""Accepted operators: the operators of published steps and of the engine's passes, and similar ones."""
 
 MOVING = names("Cast Concat Gather Identity Mul Reshape Shape Size Slice Squeeze Unsqueeze")
 """Operators that a batch-dependent size may pass; their results are proportional to it."""
@@ -97,7 +97,7 @@ class Needs:
 
 
 def _line(at: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return intercepts and slopes of lines through the values [2, ...] at ``SAMPLES``."""
+    """Return intercepts and slopes of the lines through the values [2, ...] at ``SAMPLES``."""
     rise = (at[1] - at[0]) / (SAMPLES[1] - SAMPLES[0])
     return at[0] - SAMPLES[0] * rise, rise
 
@@ -218,7 +218,7 @@ def _described(value: ValueInfoProto) -> tuple[int, tuple[int | None, ...]]:
 
 
 class _Walk(Walk):
-    """A ``Walk`` that computes batch-dependent sizes only if they are proportional to the batch."""
+    """A ``Walk`` that accepts batch-dependent sizes only if they are proportional to the batch."""
 
     def _fold(self, node: NodeProto) -> None:
         grows = [name for name in node.input if name in self.values.data and name in self.values.varies]

@@ -20,31 +20,31 @@ from .graph import attributes
 from .values import FLOATS, Values, names
 
 FAST = 1.0
-"""Nanoseconds per value up to which an operator is bound by memory."""
+"""Largest time per value of an operator that is bound by memory, nanoseconds."""
 PER_NODE = 2_000.0
-"""Nanoseconds of any node."""
+"""Overhead of a node, nanoseconds."""
 FLOP = 0.02
-"""Nanoseconds of a FLOP in a matrix product."""
+"""Time of a FLOP in a matrix product, nanoseconds."""
 PRODUCT_VALUE = 0.8
-"""Nanoseconds of a value that a matrix product reads or writes."""
+"""Time of a value that a matrix product reads or writes, nanoseconds."""
 PRODUCT = 250.0
-"""Nanoseconds of a call of a matrix product."""
+"""Overhead of a matrix product, nanoseconds."""
 FEW = 8
 """A product with few rows or columns is slow: a FLOP takes 1 + FEW / rows times as long."""
 OTHER_FLOP: dict[int, float] = {TensorProto.FLOAT: 1.0, TensorProto.DOUBLE: 2.0}
 """Cost of a FLOP by type, relative to float32."""
 WHOLE_FLOP = 15.0
-"""The same for integers, which have no fast kernel."""
+"""Cost of a FLOP of integers, which have no fast kernel, relative to float32."""
 CACHED = 2**20
-"""Bytes that are read in any order at the speed of a cache."""
+"""Size of data that fit in the cache, bytes."""
 NEAR = 25.0
-"""Nanoseconds of a value read in any order from the cache."""
+"""Time of a random read of a value from the cache, nanoseconds."""
 FAR = 100.0
-"""Nanoseconds of a value read in any order from memory."""
+"""Time of a random read of a value from memory, nanoseconds."""
 
 
 class Work(NamedTuple):
-    """Nanoseconds of the reference machine for matrix products, moving values and plain code."""
+    """Times on the reference machine, in nanoseconds, of matrix products, moving values and plain code."""
 
     products: float = 0.0
     moving: float = 0.0
@@ -53,7 +53,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Speed:
-    """Time of a machine's core relative to the reference, for products, moving values and plain code."""
+    """Times of a machine's core relative to the reference machine, for products, moving values and plain code."""
 
     products: float = 1.0
     moving: float = 1.0
@@ -106,9 +106,9 @@ class _Node:
 
 
 def work_of(node: NodeProto, values: Values, readers: Collection[str] = ("",)) -> Work:
-    """Return the work of one node; an unknown operator costs as much as the slowest plain one.
+    """Return the work of one node; an unknown operator counts as the slowest plain operator.
 
-    readers: operators that read its results; "" means an output of the graph.
+    readers: operators that read its results; "" for an output of the graph.
     """
     seen = _Node(node, values)
     if not seen.outputs or _is_folded(seen, readers):
@@ -135,7 +135,7 @@ def _elements(nanoseconds: float) -> Callable[[_Node], Work]:
 
 
 def _run_of(taken: Sequence[Sequence[int]], made: Sequence[int]) -> int:
-    """Return the length of the runs in which a broadcast computes: the last axes that all inputs repeat equally."""
+    """Return the length of a broadcast's contiguous runs: the last axes that all inputs repeat equally."""
     padded = [[1] * (len(made) - len(shape)) + list(shape) for shape in taken]
     run = 1
     kinds = None
@@ -241,7 +241,7 @@ def _reduce(node: _Node) -> Work:
 
 
 def _last_run(node: _Node) -> int:
-    """Return the number of adjacent values that are kept, or reduced, together; 1 if the axes are unknown."""
+    """Return the number of adjacent values that are kept or reduced together; 1 if the axes are unknown."""
     shape = node.taken[0]
     axes = node.known[1] if len(node.taken) > 1 else None
     if len(node.taken) > 1 and axes is None:
@@ -300,7 +300,7 @@ def _gather_nd(node: _Node) -> Work:
 
 
 def _blocks(node: _Node, run: float, beside: float = 0) -> Work:
-    """Return the work of copying blocks of ``run`` values from any place of the first input."""
+    """Return the work of copying blocks of ``run`` values from random places of the first input."""
     far = NEAR if node.first_bytes < CACHED else FAR
     return Work(0, node.wide * node.out, (far + beside) * node.out / max(1, run))
 

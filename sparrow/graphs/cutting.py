@@ -8,7 +8,7 @@ Values are *cut* along axes to the places of active neurons, by rules for operat
     operators that mix neurons in other ways (layer norm, softmax over neurons, grouped convolutions), and operators
     without a rule, get whole values, with zeros for dropped neurons, and their result is cut.
 
-So every graph can be cut, except graphs with subgraphs. Constants that hold sizes are corrected.
+Every graph without subgraphs can therefore be cut. Constants that hold sizes are corrected.
 
 The active neurons are inputs of the graph, so that one graph serves all masks of equal size: ``kept:LABEL`` the active
 places of an axis, int64 [kept]; ``places:LABEL`` the position of each place among these, or -1, int64 [whole]. Random
@@ -320,7 +320,7 @@ class Cutter:
         return self._done["value", name, (None,) * len(self.shape(name) or ())]
 
     def _is_there(self, name: str) -> bool:
-        """Return whether a whole value is available without recomputing it."""
+        """Return True if a whole value is available without recomputing it."""
         cut = self._cuts.get(name)
         if cut is not None and (
             name not in self._maker or all(label is None or a in cut.zeros for a, label in enumerate(cut.labels))
@@ -370,7 +370,7 @@ class Cutter:
                 self._pooled[name] = Cut(name, plan.labels)
 
     def _can_be_cut(self, node: onnx.NodeProto) -> bool:
-        """Return whether all shapes are known, and an input of the node is cut."""
+        """Return True if all shapes are known and an input of the node is cut."""
         if any(self.shape(name) is None for name in (*node.input, *node.output) if name):
             return False
         read = [self._cuts.get(name) for name in node.input if name]
@@ -389,7 +389,7 @@ class Cutter:
                 self._cuts[name] = Cut(name, (None,) * len(shape or ()))
 
     def finish(self, node: onnx.NodeProto, name: str, labels: Labels, zeros: frozenset[int] = frozenset()) -> None:
-        """Use an existing value as the output of a node."""
+        """Record an existing value as the output of a node."""
         self._cuts[node.output[0]] = Cut(name, labels, zeros)
 
     def maker(self, name: str) -> onnx.NodeProto | None:
@@ -461,7 +461,7 @@ def _shape(cutter: Cutter, name: str) -> Lengths:
 
 
 def _between(cutter: Cutter, a: str, place: int, b: str, other: int) -> Label | None:
-    """Return the label of an axis over which a product sums, if dropped neurons add zero."""
+    """Return the label of an axis that a product sums over, if dropped neurons add zero."""
     for name, axis in ((a, place), (b, other)):
         label = cutter.labels(name)[axis]
         if label is not None and cutter.is_zero(name, axis, label):
@@ -594,7 +594,7 @@ def _places(shape: Lengths, axes: Sequence[int]) -> int:
 
 
 def _same_places(before: Lengths, after: Lengths) -> list[tuple[list[int], list[int]]]:
-    """Return the axes of two shapes of the same values that hold the same places, as far as lengths are known."""
+    """Return the axes that correspond in two shapes of the same values, as far as lengths are known."""
     found: list[tuple[list[int], list[int]]] = []
     first = 0
     last = (len(before), len(after))

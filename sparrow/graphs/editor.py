@@ -13,7 +13,7 @@ from .graph import drop_unused_in_place, set_nodes_in_place
 
 
 def name_outputs(graph: onnx.GraphProto) -> None:
-    """Rename values whose copy is an output of the graph, so that they are that output."""
+    """Rename values whose copies are outputs of the graph, so that they replace the copies."""
     # These are an evaluation's output and loss if the training step computes the same values.
     outputs = {each.name for each in graph.output}
     made = {name for node in graph.node for name in node.output}
@@ -106,7 +106,7 @@ class Editor:
         return any(output.name == name for output in self.graph.output)
 
     def of_type(self, *kinds: str) -> Iterator[onnx.NodeProto]:
-        """Yield the present nodes of some operators."""
+        """Yield the nodes with one of these operators; the caller may change the graph meanwhile."""
         yield from [node for node in self.graph.node if node.op_type in kinds]
 
     def integers(self, values: Sequence[int]) -> str:
@@ -132,7 +132,7 @@ class Editor:
         return name
 
     def sort(self) -> None:
-        """Sort nodes after those that they read; keep the order otherwise."""
+        """Sort nodes after the nodes whose outputs they read; keep the order otherwise."""
         nodes = list(self.graph.node)
         makers = {name: place for place, node in enumerate(nodes) for name in node.output if name}
         done = set[int]()

@@ -1,4 +1,4 @@
-"""Errors of graphs that cannot be used, filled, exported or differentiated."""
+"""Errors for graphs that cannot be used, filled, exported or differentiated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ExportError(SdkError):
 
 
 class SkeletonError(ExportError):
-    """The bytes are not this manifest's ONNX skeleton, or the skeleton is not safe to fill."""
+    """The file is not the ONNX skeleton of this manifest, or is not safe to fill."""
 
 
 class NoCurvature(ManifestError):

@@ -23,10 +23,10 @@ from ..protocol.manifest import Array
 from .errors import ExportError
 
 BATCHES = (10007, 10009)
-"""Trial sizes of free input axes: primes, so that products of a network's sizes differ from them."""
+"""Trial sizes of free input axes: primes, so that they differ from products of a network's sizes."""
 
 SMALL = 65536
-"""Bytes up to which a folded constant may exceed its inputs, because folding should shrink the file."""
+"""Largest excess of a folded constant over its inputs, in bytes, because folding should shrink the file."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def fold_constants_in_place(model: ModelProto) -> None:
 
 
 def _fold_nodes_in_place(graph: GraphProto, version: int, known: dict[str, Array]) -> bool:
-    """Turn nodes that read only ``known`` values into initialisers; return whether any was."""
+    """Replace nodes that read only ``known`` values by initialisers; return True if any was replaced."""
     for node in graph.node:
         foldable = is_standard(node) and node.op_type not in _NOT_FOLDED
         if not foldable or not all(name in known for name in reads(node)):
@@ -306,7 +306,7 @@ def _fold_nodes_in_place(graph: GraphProto, version: int, known: dict[str, Array
 
 
 def _drop_zero_biases_in_place(graph: GraphProto) -> None:
-    """Drop biases of zero, which exporters write for layers without a bias."""
+    """Remove zero biases, which exporters write for layers without a bias."""
     known = constants(graph)
     for node in graph.node:
         if node.op_type in ("Conv", "ConvTranspose", "Gemm") and is_standard(node) and len(node.input) == 3:
@@ -344,7 +344,7 @@ def set_target_in_place(graph: GraphProto, node: NodeProto, target: NDArray[np.i
 
 
 def reshape_target(before: Shape | None, after: Shape | None) -> NDArray[np.int64] | None:
-    """Return the target of a Reshape, with 0 to copy an axis and -1 for the rest; None if that is not enough."""
+    """Return the target of a Reshape, with 0 to copy an axis and -1 for the rest; None if there is no such target."""
     if before is None or after is None or 0 in after.sizes or 0 in before.sizes:
         return None
     target = []

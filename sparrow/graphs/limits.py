@@ -14,9 +14,9 @@ from .values import FLOATS, LARGEST_SIZE, Values, named, names
 CHANNELS = 16
 """Channels in a block of a convolution, on processors with the widest vectors."""
 MATRIX = 96
-"""Bytes besides each of many matrix products."""
+"""Additional bytes per matrix product, if there are many."""
 PLACE = 32
-"""Bytes besides each value that is expanded, or each index of a one-hot encoding."""
+"""Additional bytes per expanded value, or per index of a one-hot encoding."""
 LARGEST_ATTRIBUTE = 2**24
 
 TRANSFORMS: dict[str, dict[int, int]] = {
@@ -30,7 +30,7 @@ TRANSFORMS: dict[str, dict[int, int]] = {
 """Signal operators -> positions of the inputs that are lengths, with the smallest value of each."""
 LARGEST_TRANSFORM = 2**20
 MOST_TRANSFORM_FLOPS = 2**32
-"""Most FLOPs of a node's Fourier transforms for one sample; ONNX Runtime takes some ten seconds for them on a core."""
+"""Limit of the FLOPs of a node's Fourier transforms per sample: some ten seconds with ONNX Runtime on one core."""
 
 SIZING = names(
     """
@@ -42,7 +42,7 @@ SIZING = names(
 
 
 def check_numbers(node: NodeProto, values: Values) -> None:
-    """Raise SkeletonError for a node with numbers that no layer needs, or that would crash the runtime."""
+    """Raise SkeletonError for a node with implausible numbers, or with numbers that would crash the runtime."""
     # The numbers of a constant are data.
     if node.op_type != "Constant":
         for each in node.attribute:
@@ -245,7 +245,7 @@ def _transform_flops(length: int) -> int:
 
 
 def _resized(taken: list[int], made: list[int], cubic: bool, antialias: bool) -> int:
-    """Return the bytes that a resize takes besides input and result: a table per axis, and intermediate values."""
+    """Return the bytes of a resize's workspace: a table per axis, and intermediate values."""
     tables = 128 * sum(one + other for one, other in zip(taken, made, strict=True) if one != other)
     if antialias:
         # The last axis is resized first.

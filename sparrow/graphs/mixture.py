@@ -187,7 +187,7 @@ class _Mixing:
         old.CopyFrom(new)
 
     def _once(self, tensors: Sequence[Named]) -> list[Named]:
-        """Return the tensors of all components, shared ones once."""
+        """Return the tensors of all components, with shared ones included once."""
         found = {each.name: each for component in self._components for each in _renamed(tensors, self._of(component))}
         return list(found.values())
 
@@ -198,7 +198,7 @@ def _error(component: int) -> str:
 
 
 def _behind(graph: GraphProto, name: str, but: Iterable[NodeProto]) -> list[NodeProto]:
-    """Return the nodes that depend on a value, in order, except ``but``."""
+    """Return the nodes that depend on a value, in order, without ``but``."""
     left_out = {made for node in but for made in node.output}
     reached = {name}
     behind = []

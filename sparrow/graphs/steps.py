@@ -1,10 +1,10 @@
 """Passes that make a training step's graph faster without changing its results.
 
-A step is published as autograd and the exporter write it; the engine knows the active neurons and the runtime's slow
-kernels:
+A published step has the form that autograd and the exporter write. These passes use the active neurons, and avoid slow
+kernels of the runtime:
 
-    pool_by_tiles       compares maxima of windows that do not overlap place by place, for all channels at once; of
-                        equal values the first is the maximum, as in PyTorch
+    pool_by_tiles       computes the maxima of windows that do not overlap by comparing the places of all windows; the
+                        first of equal values is the maximum, as in PyTorch
     join_channels       computes the error of a convolution's weight by one product instead of one per input channel
     train_parts         computes errors of weights for active rows and columns only, which are inputs
     multiply_turned     merges transposes into products
@@ -30,7 +30,7 @@ from .graph import again, attribute
 
 TURNED = [1, 0]
 LARGEST_TILE = 9
-"""Largest number of places in a window for which comparing them one by one is faster."""
+"""Largest window, in places, for which comparing place by place is faster."""
 
 
 Parts = Mapping[str, tuple[int | None, int | None]]
@@ -113,7 +113,7 @@ def optimise(model: bytes, parts: Parts | None = None, lowest: Collection[str] =
 
 
 def pool_by_tiles(editor: Editor) -> None:
-    """Compute maxima of windows that tile an image place by place, and their errors too."""
+    """Compute the maxima of windows that tile an image, and their errors, by comparing place by place."""
     for pool in editor.of_type("MaxPool"):
         kernel = attribute(pool, "kernel_shape", [])
         shape = editor.shape(pool.input[0])
@@ -146,7 +146,7 @@ def pool_by_tiles(editor: Editor) -> None:
 
 
 def _corners(editor: Editor, add: Builder, x: str, kernel: Sequence[int], shape: Any) -> Iterator[str]:
-    """Yield one place of all windows after another, in row order: [N, H/k, W/k, C] each."""
+    """Yield each place of all windows, in row order: [N, H/k, W/k, C] each."""
     high, wide = kernel
     height = shape[2] // high
     width = shape[3] // wide
@@ -211,7 +211,7 @@ def train_parts(editor: Editor, parts: Parts) -> None:
 
 
 def _alone(editor: Editor, product: onnx.NodeProto, reader: onnx.NodeProto) -> onnx.NodeProto:
-    """Return ``reader`` as a node that only ``product`` reads; parallel layers share the nodes of their input."""
+    """Return ``reader``, or a copy that only ``product`` reads if parallel layers share it."""
     value = reader.output[0]
     if reader is product or len(editor.readers(value)) == 1:
         return reader
@@ -227,8 +227,8 @@ def _alone(editor: Editor, product: onnx.NodeProto, reader: onnx.NodeProto) -> o
 def narrow_errors(editor: Editor, weights: Collection[str]) -> None:
     """Restrict the errors of layers to the active rows that ``train_parts`` uses.
 
-    Nothing below these layers trains, except weights between active neurons. Errors with readers other than the bias
-    stay whole. The error of the bias is restricted too.
+    The layers below train only weights between active neurons. Errors with readers other than the bias stay whole. The
+    error of the bias is restricted too.
     """
     for name in weights:
         index = f"rows:{name}"
@@ -297,7 +297,7 @@ def _part(editor: Editor, value: str, index: str, count: int | None) -> str:
 def _parts_read(
     editor: Editor, node: onnx.NodeProto, shape: Sequence[int | None] | None, index: str, count: int | None
 ) -> list[str] | None:
-    """Return the inputs for a part of a node's value; None if it needs whole ones. shape: the value's."""
+    """Return the inputs for a part of a node's value; None if it needs whole inputs. shape: of the value."""
     if node.op_type in ELEMENTWISE and len(node.output) == 1:
         # A value that is broadcast over the channels has no part.
         if shape is None or any(editor.shape(each) not in (shape, ()) for each in node.input):

@@ -6,7 +6,7 @@ v(w + ε d), node by node from the weights on (forward mode), so that
     flow:NAME = d/dε g(w + ε d) = H d         for the input d, named along:NAME, of each requested weight
 
 exactly, like double differentiation in PyTorch. At a kink of a function the result is the derivative of the current
-piece. Finite differences of gradients are inaccurate, because hundreds of activations cross a kink.
+piece. Finite differences of gradients are inaccurate, because hundreds of activations cross kinks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ LINEAR = frozenset(
         "Unsqueeze",
     ]
 )
-"""Operators that are linear in the first input; further inputs, such as an index, do not move."""
+"""Operators that are linear in the first input; other inputs, such as an index, have no tangent."""
 
 PRODUCTS = frozenset(["Conv", "ConvTranspose", "Gemm", "MatMul", "Mul"])
 
@@ -100,7 +100,7 @@ def flow_graph(step: bytes, names: Collection[str]) -> bytes:
 
 
 class Tangents:
-    """Builder of tangents in a graph. of: value -> its tangent, for values that move."""
+    """Builder of tangents in a graph. of: value -> its tangent, for values that depend on the weights."""
 
     def __init__(self, editor: Editor, of: dict[str, str]) -> None:
         self.editor = editor
@@ -133,7 +133,7 @@ class Tangents:
         return total
 
     def whole(self, value: str) -> str:
-        """Return the tangent of a value, with zeros if it does not move."""
+        """Return the tangent of a value; zeros if it does not depend on the weights."""
         if value in self.of:
             return self.of[value]
         zero = helper.make_tensor("zero", TensorProto.FLOAT, [1], [0.0])
@@ -147,7 +147,7 @@ class Tangents:
 
 
 Rule = Callable[[Tangents, onnx.NodeProto, Sequence[int]], "list[str] | None"]
-"""(tangents, node, inputs that move) -> tangents of the outputs; None if there is no rule."""
+"""(tangents, node, inputs with tangents) -> tangents of the outputs; None if there is no rule."""
 
 
 def _linear(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str] | None:
@@ -209,7 +209,7 @@ def _extremum(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list
 
 
 def _highest(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str] | None:
-    """Return the tangent of the maximum along an axis; of equal values the mean."""
+    """Return the tangent of the maximum along an axis; the mean for equal values."""
     if moving != [0] or not attribute(node, "keepdims", 1):
         return None
     there = to.make("Cast", to.make("Equal", node.input[0], node.output[0]), to=TensorProto.FLOAT)
@@ -270,7 +270,7 @@ def _by(slope: Callable[[Tangents, str, str], str]) -> Rule:
 
 
 def _where(*inside: tuple[str, float]) -> Rule:
-    """Return the rule of a function that passes values if all comparisons hold, and is constant otherwise."""
+    """Return the rule of a function that passes values if all comparisons hold, and is otherwise constant."""
 
     def rule(to: Tangents, node: onnx.NodeProto, moving: Sequence[int]) -> list[str]:
         x = node.input[0]

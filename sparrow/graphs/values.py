@@ -1,4 +1,4 @@
-"""Properties of a graph's values that are known before it runs: types, shapes, sizes, and data of small constants."""
+"""Static properties of a graph's values: types, shapes, sizes, and data of small constants."""
 
 from __future__ import annotations
 

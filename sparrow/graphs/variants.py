@@ -1,7 +1,7 @@
 """Variants of published graphs: steps with other losses, batch statistics, likelihoods under a mixture.
 
 A published step names the model's ``output`` and its ``error``, the gradient of the loss by it. The nodes between them
-are the task's loss; the readers of the error are the model's backward pass.
+compute the task's loss; the nodes that read the error are the model's backward pass.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _components(proto: onnx.ModelProto) -> int:
 
 
 def batch_statistics(evaluation: bytes) -> bytes | None:
-    """Return the graph of a model's batch statistics, in evaluation mode with norms by batch; None without batch norms.
+    """Return the graph of a model's batch statistics: evaluation mode, but norms by batch; None without batch norms.
 
     Its outputs are named ``PLACE:NAME`` by the tensors that hold the statistics.
     """
@@ -153,7 +153,7 @@ def judge_outputs(model: bytes) -> bytes:
 
 
 def _free_ends(editor: Editor) -> Mapping[str, str]:
-    """Rename loss and error, so that new values can have their names, which the backward pass reads."""
+    """Rename loss and error, so that new values can use the names that the backward pass reads."""
     names = {name: editor.fresh() for name in ENDS}
     part = loss_part(editor.graph, ENDS)
     makers = [maker for maker in map(editor.maker, ENDS) if maker is not None]

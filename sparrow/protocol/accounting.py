@@ -10,7 +10,7 @@ from functools import lru_cache
 from .errors import MissingPart
 
 SENSITIVITY = {"zero_out": 1.0, "replacement": 2.0}
-"""The largest difference between neighbours, in clips: an update vanishes, or is replaced."""
+"""Largest difference between neighbouring data sets, in clips: an update is removed, or replaced."""
 
 
 @lru_cache(maxsize=1024)

@@ -1,9 +1,9 @@
 """The method ``auto``, which chooses a method and its settings.
 
-It chooses once, when a federation is created, by the model. The rest depends on devices and data at run time: under
-FedSPU a device of budget 1 trains the whole model; outputs are adjusted by class frequencies if these differ between
-devices (``protocol.skew``); at the end each device takes the model that all devices' and its own validation data favour
-(``protocol.evidence``). docs/choosing.md has the measurements.
+The choice is made once, when a federation is created, and depends on the model. Other decisions depend on devices and
+data at run time: under FedSPU a device of budget 1 trains the whole model; outputs are adjusted by class frequencies if
+these differ between devices (``protocol.skew``); at the end each device chooses a model by all devices' and its own
+validation data (``protocol.evidence``). docs/choosing.md has the measurements.
 """
 
 from __future__ import annotations

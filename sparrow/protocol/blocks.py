@@ -83,7 +83,7 @@ class BlockTable:
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """Values in each block, [L]."""
+        """Numbers of values in the blocks, [L]."""
         return np.array([size for sizes in self.tensors.values() for size in sizes], dtype=np.int64)
 
     @cached_property
@@ -107,7 +107,7 @@ class BlockTable:
     def capacity(
         self, share: float, costs: Costs | None = None, blocks: NDArray[np.intp] | None = None, of: str = ""
     ) -> int:
-        """Return the cost left for other blocks than the forced ones at a budget of ``share``, s. costs: integers [L]
+        """Return the cost that remains for further blocks at a budget of ``share``, s. costs: integers [L]
         >= 0; by default numbers of values. blocks: scope of the budget, named ``of``. Raises ValueError, naming the
         smallest budget, if the forced blocks do not fit."""
         costs, forced = self.sizes if costs is None else costs, self.forced

@@ -30,8 +30,8 @@ have (``known``), the bits of all maskable weights (``elements``), or the differ
 Values are float32 (F32), float16 (F16), bfloat16 (BF16, rounded to nearest even) or int8 (I8), which are differences
 from the payload. The manifest has names and counts, which would take about 90 bytes per tensor here.
 
-Decoding does not use the safetensors library, because the input is hostile: it copies nothing before every length is
-checked against the manifest. Beyond the input it uses at most ``MAX_MEMORY_FACTOR`` times its length, and
+Decoding does not use the safetensors library, because the input is untrusted: every length is checked against the
+manifest before data are copied. Beyond the input it uses at most ``MAX_MEMORY_FACTOR`` times its length, and
 ``MAX_MEMORY_FIXED`` for header and mask. A mask of elements takes a byte per maskable weight (four more while a
 difference is read, and eight per existing one if rows are counted); signs take five bytes each.
 """

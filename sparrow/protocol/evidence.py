@@ -1,15 +1,15 @@
 """The choice of a device's model by the evidence of all devices (``personal_model=fleet``).
 
-On its few validation samples a single device may mistake chance for a better model. So each device measures its
-candidates' gains over the finished global model and reports their moments; it gets back the pool of all devices, and
-weighs its own measurement against it (Efron, Morris, "Empirical Bayes on Vector Observations", Biometrika 59, 1972).
+On few validation samples a model may be better only by chance. Therefore each device measures its candidates' gains
+over the finished global model and reports their moments. It receives the pool of all devices, and combines it with its
+own measurement (Efron, Morris, "Empirical Bayes on Vector Observations", Biometrika 59, 1972).
 With g_k [C] the mean gains of device k on n_k parts of its validation data, their mean μ and covariance T between
 devices, and W the covariance of one part's gains within a device,
 
     E[γ_k | g_k] = μ + T (T + W / n_k)⁻¹ (g_k - μ)
 
-is the expected gain on new samples, with the covariance T - T (T + W / n_k)⁻¹ T. A device departs from the candidate
-that is best for all, by μ, for one that is expected to gain more by ``DEPARTS`` standard deviations of the difference.
+is the expected gain on new samples, with the covariance T - T (T + W / n_k)⁻¹ T. A device uses the candidate that is
+best for all, by μ, unless another is expected to gain more by ``DEPARTS`` standard deviations of the difference.
 
 A part is one sample or, beyond ``MOST_PARTS`` samples, an equal share of them. Its gain is the difference of losses, at
 most ``LARGEST_GAIN`` either way. All devices have the same weight.
@@ -33,14 +33,14 @@ CANDIDATES = ("personal", "mixture", "finished", "alone")
 one."""
 
 LARGEST_GAIN = 3.0
-"""Of a part, in units of the loss."""
+"""Largest gain of a part, in units of the loss."""
 MOST_PARTS = 64
 FEWEST_DEVICES = 3
-"""Smallest pool, c + 2 for one colluder: in a smaller one it could infer another device's numbers."""
+"""Smallest pool: c + 2 for one colluder, who could infer another device's numbers from a smaller pool."""
 DEPARTS = 0.5
-"""Standard deviations by which a device's own choice must be better than that of all."""
+"""Margin, in standard deviations, by which a device's own choice must be better than the choice for all."""
 AHEAD = 2.0
-"""Standard errors by which a candidate must gain if there is no pool."""
+"""Margin, in standard errors, of a candidate's gain if there is no pool."""
 TINY = 1e-9
 
 Array = NDArray[np.float64]
@@ -148,7 +148,7 @@ _PLANNED = tuple(
 
 
 def pool_of(told: Iterable[Evidence]) -> Pool | None:
-    """Return the pool of unmasked evidence; None for fewer than ``FEWEST_DEVICES``."""
+    """Return the pool of unmasked evidence; None for fewer than ``FEWEST_DEVICES`` devices."""
     rows = [each.told() for each in told]
     return Pool.of(len(rows), {name: float(np.mean([row[name] for row in rows])) for name in TOLD} if rows else {})
 

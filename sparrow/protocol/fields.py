@@ -16,14 +16,14 @@ FederationName = Annotated[str, Field(pattern=NAME_PATTERN)]
 DeviceName = FederationName
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 MOST_SECONDS = 1e9
-"""Thirty years."""
+"""Upper bound of durations: thirty years."""
 MOST_JOULES = 1e12
-"""A kilowatt for that time."""
+"""Upper bound of energies: a kilowatt for thirty years."""
 CELSIUS = (-273.15, 1000.0)
 MOST_COUNT = 2**43
-"""8.8e12; as bytes, 8 TiB. One device's count in one round; a million of them fit 64 bits."""
+"""Upper bound of one device's count in one round: 8.8e12, as bytes 8 TiB. The sum of a million fits 64 bits."""
 MOST_FLOPS = 10**21
-"""A quarter of an hour of the largest computer today. Records store no sum of them."""
+"""Upper bound of FLOPs: a quarter of an hour of the largest computer today. Records store no sums of them."""
 LARGEST_SCORE = 3.4028234663852886e38
 """The largest float32."""
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
@@ -40,7 +40,7 @@ Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Secret = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
 """A token, sent in a header."""
 LONGEST_LINK = 1000
-"""Characters after a link's scheme. A QR code could have twice as many, but phones could not read it."""
+"""Largest number of characters after a link's scheme; phones cannot read QR codes with many more."""
 
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]

@@ -57,7 +57,7 @@ def training_flops(
 
 
 def growth_flops(manifest: Manifest, samples: int, mask: ElementMask) -> int:
-    """Return the FLOPs of gradients of all weights on ``samples``, with a forward pass of the existing ones."""
+    """Return the FLOPs of the gradients of all weights on ``samples``, after a forward pass of the existing weights."""
     forward = _layer_flops(manifest, mask)
     gradients = _layer_flops(manifest, None, trained=True)
     return samples * _step_flops(forward, gradients)

@@ -37,13 +37,13 @@ Array = NDArray[np.generic]
 Tensors = dict[str, Array]
 
 MAX_MODEL_BYTES = 2**32
-"""Largest total bytes of a manifest's tensors: a few lines could describe any number; an ONNX file has half of it."""
+"""Largest total bytes of a manifest's tensors, because a few lines could describe any number."""
 
 MAX_SAMPLE_BYTES = 2**28
 """Largest bytes of the input, output or raw form of one sample, since batches of them are allocated."""
 
 MAX_NEURONS = 2**20
-"""Largest number of neurons in all groups, since masks may list each."""
+"""Largest number of neurons in all groups, since masks may list each neuron."""
 
 MAX_MANIFEST = 16 * 1024 * 1024
 """Largest accepted manifest as JSON, in bytes."""
@@ -63,7 +63,7 @@ FileName = GraphName | Values
 """Files beside a manifest, which has their digests."""
 
 MOST_METRICS = 8
-"""Per task, to keep records short."""
+"""Largest number of metrics per task, to keep records short."""
 
 MetricName = Annotated[str, Field(min_length=1, max_length=64)]
 
@@ -409,7 +409,7 @@ class Manifest(Record):
 
     @cached_property
     def block_table(self) -> BlockTable:
-        """The model's blocks, in state-dict order."""
+        """The table of the model's blocks, in state-dict order."""
         return BlockTable({spec.name: self.blocks[spec.name] for spec in self.shared if spec.name in self.blocks})
 
     @cached_property

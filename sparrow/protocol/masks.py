@@ -27,7 +27,7 @@ from .errors import ManifestError
 from .manifest import Array, Manifest, NeuronGroup, Segment, Tensors, TensorSpec
 
 FULL_RATIO = 0.99
-"""Active ratios from here on count as 1."""
+"""Active ratios from this value on count as 1."""
 
 
 @dataclass(frozen=True)

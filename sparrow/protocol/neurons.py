@@ -1,5 +1,4 @@
-"""Narrow networks: masks of the first or best neurons, manifests of narrow networks, and stored masks that devices have
-chosen, identified by digest."""
+"""Narrow networks: masks of the first or best neurons, manifests, and stored masks of devices, identified by digest."""
 
 from __future__ import annotations
 

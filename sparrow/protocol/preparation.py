@@ -17,11 +17,11 @@ from .fields import Name, Record, Size
 
 MOST_COLUMNS = 10_000
 MOST_CATEGORIES = 1_000
-"""Per column."""
+"""Largest number of categories per column."""
 MOST_CLASSES = 10_000
 
 RawType = Literal["float32", "uint8", "int8", "uint16", "int16", "int32", "int64"]
-"""Types that raw samples may have."""
+"""Accepted types of raw samples."""
 
 RAW_TYPES: tuple[str, ...] = get_args(RawType)
 

@@ -33,10 +33,10 @@ class MethodChoice(Request):
 
 
 class Consent(Request):
-    """What people read before their phone takes part."""
+    """Information for people before their phone takes part."""
 
-    operator: str = Field(default="", max_length=120, description="Who runs the federation, for the people who join it")
-    purpose: str = Field(default="", max_length=300, description="What its model is for, for the people who join it")
+    operator: str = Field(default="", max_length=120, description="Operator of the federation, for people who join it")
+    purpose: str = Field(default="", max_length=300, description="Purpose of the model, for people who join it")
 
 
 class Schedule(Request):

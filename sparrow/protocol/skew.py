@@ -27,7 +27,7 @@ from .fields import Record
 ADJUSTS = "adjusts_logits"
 """Entry of an assignment's plan, once decided: whether outputs are adjusted by class frequencies."""
 VECTORS = 8
-"""J."""
+"""Number of sign vectors, J."""
 FEWEST_DEVICES = 2
 
 
@@ -49,7 +49,7 @@ class LabelSketch(Record):
         return cls(sketch=tuple(np.clip(sketch, -1, 1).tolist()), samples=int(found.sum()))
 
     def told(self) -> dict[str, float]:
-        """Return the numbers that ``skew`` averages, by name, as in ``TOLD``."""
+        """Return the reported numbers by name; ``skew`` uses their means over devices."""
         sketch = np.array(self.sketch)
         chance = (1 - sketch**2).mean() / (self.samples - 1)
         return dict(zip(TOLD, map(float, [*sketch, *sketch**2, chance]), strict=True))
@@ -60,7 +60,7 @@ TOLD: Mapping[str, float] = {
     **{f"label squared {number}": 1.0 for number in range(VECTORS)},
     "label chance": 1.0,
 }
-"""Names of the skew's numbers, and the largest magnitude of each."""
+"""Names of the reported numbers, and the largest magnitude of each."""
 
 
 def skew(devices: int, means: Mapping[str, float]) -> float | None:

@@ -27,7 +27,7 @@ Reals = NDArray[np.floating[Any]]
 Directions = NDArray[np.int8]
 
 USUAL_INTERVAL = 5
-"""Default rounds, and a device's epochs, between replacements."""
+"""Default interval between replacements, in rounds and in a device's epochs."""
 
 LayerSparsity = Literal["erk", "feddst", "uniform", "uniform_first_dense"]
 Basis = Literal["total", "moved"]
@@ -268,8 +268,8 @@ def prune(
     """Drop the weights of one layer beyond ``left``, D_l (FedSGC, Eq. 1-2). Flat arrays [n] are not modified.
 
     moved: the local pseudo-gradient, local minus received. A ``share``, lambda, of the layer's zeros afterwards
-    (``total``, as printed) or of the weights to drop (``moved``) is dropped from those that moved against their
-    direction, smallest first; the rest are the smallest overall.
+    (``total``, as printed) or of the weights to drop (``moved``) is dropped first, among weights that moved against
+    their direction, smallest first; the remaining drops are the smallest weights overall.
     """
     active = np.flatnonzero(exists)
     surplus = max(0, len(active) - left)
@@ -308,7 +308,7 @@ def grow(
 ) -> Grown:
     """Revive weights of one layer until ``count``, K_l, exist (FedSGC, Eq. 3-4; RigL). Arrays are flat [n].
 
-    gradient: of the whole layer, taken before pruning. A ``share``, lambda, of missing weights goes to those whose
+    gradient: of the whole layer, computed before pruning. A ``share``, lambda, of missing weights goes to positions whose
     descent agrees with their direction, largest gradients first; the rest to the largest gradients. candidates: allowed
     positions, by default all; if too few are free, other free positions follow, then ``pruned.guided``.
     """
@@ -446,7 +446,7 @@ def keep_by_gain(
     share: float,
     count: int,
 ) -> ElementMask:
-    """Return PruneFL's next mask: at most ``count`` weights that are worth their time.
+    """Return PruneFL's next mask: at most ``count`` weights, chosen by gain per second.
 
     importance: mean squared gradients, g2. cost: seconds that one weight of a tensor adds to a round, t_l. fixed_cost:
     other seconds of a round, t_0. share: rho, the share of each tensor's existing weights, the smallest, that may be

@@ -28,17 +28,17 @@ from .network import GatedModel
 from .per_sample import ScaledRows
 
 PROBE = 0.125
-"""Share of a batch whose signal estimates the gradients of gates of off blocks."""
+"""Share of a batch that estimates the gradients of inactive blocks' gates."""
 
 WIDE = 32
-"""Output channels from which on convolutions of a gated model gain from channels last (``layout``)."""
+"""Smallest number of output channels for which gated convolutions are faster in channels last (``layout``)."""
 
 Gates = NDArray[np.floating]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A device's limits: every batch may use ``share`` of the sum of ``costs`` [L], or of values."""
+    """A device's limit: every batch may use ``share`` of the sum of ``costs`` [L], by default of the values."""
 
     share: float
     costs: Costs | None = None
@@ -112,12 +112,12 @@ class Gated:
 
     @property
     def touched(self) -> Selection:
-        """Blocks that any batch used, [L]."""
+        """Blocks that at least one batch used, [L]."""
         return self.used > 0
 
     @property
     def worked(self) -> int:
-        """Total ``flops`` of the blocks that were on, over all samples."""
+        """Total ``flops`` of the active blocks, over all samples."""
         return int(self.used @ self._flops)
 
     def select(self, importances: torch.Tensor, among: Selection | None = None) -> Selection:

@@ -21,11 +21,11 @@ from torch.nn import functional as F
 from ..local import seed_generators
 
 LARGEST_SHARE = 0.1
-"""Of the model's parameters; a larger gate pools its input."""
+"""Largest size of a gate, as a share of the model's parameters; a larger gate pools its input."""
 
 _EPSILON = 1e-5
 _POOLING = {2: F.avg_pool1d, 3: F.avg_pool2d, 4: F.avg_pool3d}
-"""By the number of dimensions of an input, channels first."""
+"""Pooling by the number of dimensions of an input, channels first."""
 
 
 Sees = Literal["batch", "device", "nothing"]
@@ -54,7 +54,7 @@ class SwitchNorm(nn.Module):
         self.register_buffer("running_var", torch.zeros(channels))
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factor and summand, [N, C, 1] or [N, C], that normalise ``inputs``; training moves statistics."""
+        """Return the factor and summand that normalise ``inputs``, [N, C, 1] or [N, C]; training updates statistics."""
         mean = inputs.mean(-1, keepdim=True)
         centred = inputs - mean
         # torch.var takes ten times as long.
@@ -150,7 +150,7 @@ class GatingLayer(nn.Module):
             shift.bias.add_(start)
 
     def train(self, mode: bool = True) -> GatingLayer:
-        """Set the norms' mode; a client-wise gate sees one sample, which has no variance."""
+        """Set the mode; a client-wise gate stays in evaluation mode, because its single sample has no variance."""
         return super().train(mode and self._sees != "device")
 
     @torch.no_grad()
@@ -222,5 +222,5 @@ def fitting_pool(shape: Sequence[int], length: int, paths: int, parameters: int)
 
 
 def size(seen: int, length: int, paths: int) -> int:
-    """Return P(d_X L + 3L), the parameters of a gate with ``seen`` inputs, without the norm of its input."""
+    """Return P(d_X L + 3L), a gate's number of parameters without those of the input norm (d_X: ``seen``)."""
     return paths * (seen * length + 3 * length)

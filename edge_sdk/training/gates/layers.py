@@ -1,6 +1,6 @@
 """Linear layers, convolutions and batch norm on values of which only some channels are computed.
 
-A weight is cut to the rows that are on and to the columns of computed input channels. The contribution of constant
+A weight is cut to its active rows and to the columns of computed input channels. The contribution of constant
 channels is computed once, and added to the bias, or to a bias per position if a convolution pads.
 """
 
@@ -80,7 +80,7 @@ class Convolution:
 
     @property
     def pads(self) -> bool:
-        """Whether positions near the border see less of the input."""
+        """Whether the convolution pads, so that positions near the border depend on less of the input."""
         return any(self.padding)
 
     def axis(self, inputs: torch.Tensor) -> int:
@@ -216,7 +216,7 @@ class _Layer:
 
 # A single function, because with one per cut, sum and copy autograd's overhead would dominate in a small layer.
 class _Apply(torch.autograd.Function):
-    """The computed rows of a layer whose input has constants in use, and the echo's signal backward."""
+    """The computed rows of a layer whose input has used constants, and the echo's signal in the backward pass."""
 
     @staticmethod
     def forward(
@@ -281,7 +281,7 @@ _WEIGHT = (False, True, False)
 
 @dataclass(frozen=True)
 class _OffRows:
-    """A layer's off rows, for the gradients of their gates."""
+    """A layer's inactive rows, for the gradients of their gates."""
 
     layer: _Layer
     rows: Index
@@ -326,7 +326,7 @@ class _OffRows:
 
 
 class _Start(torch.autograd.Function):
-    """Constant output of off rows, with gradients to their gates."""
+    """Constant output of inactive rows, with gradients to their gates."""
 
     @staticmethod
     def forward(ctx: Any, gates: torch.Tensor, off: _OffRows) -> torch.Tensor:
@@ -348,7 +348,7 @@ def normalise(
     bias: torch.Tensor | None,
     value: torch.Tensor | Partial,
 ) -> torch.Tensor | Partial:
-    """Apply batch norm with θ' ``weight`` and ``bias`` [channels]; move running statistics as for a whole value."""
+    """Apply batch norm with θ' ``weight`` and ``bias`` [channels]; update running statistics as for a whole value."""
     of_batch = module.training or module.running_mean is None
     statistics: tuple[Any, Any] = (module.running_mean, module.running_var)
     moves = module.training and module.track_running_stats and module.running_mean is not None

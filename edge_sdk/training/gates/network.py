@@ -1,7 +1,7 @@
-"""Models under block gates that skip off blocks in every batch (pFedGate, arXiv:2305.02776).
+"""Models under block gates that skip inactive blocks in every batch (pFedGate, arXiv:2305.02776).
 
-``GatedModel`` runs any model that torch.fx can trace on weights θ' = θ ⊛ M', with scales M'_b = 0 for off blocks.
-Output rows and channels of linear layers and convolutions in off blocks are skipped, and so are the next layer's
+``GatedModel`` runs any model that torch.fx can trace on weights θ' = θ ⊛ M', with scales M'_b = 0 for inactive blocks.
+Output rows and channels of linear layers and convolutions in inactive blocks are skipped, and so are the next layer's
 columns:
 
     conv, 3 of 10 rows on        computes 3 channels; the other 7 are their bias, everywhere
@@ -9,7 +9,7 @@ columns:
     linear, 12 of 40 rows on     12 rows, the columns of 3 channels; the 7 numbers times their columns go into the bias
 
 Other operations (additions, concatenations, group norm, ...) get whole values, and other layers whole weights. Gates of
-off blocks learn by the straight-through rule e_b = Σ_j ∂f/∂θ'_j·θ_j, from the would-be output of skipped rows.
+inactive blocks learn by the straight-through rule e_b = Σ_j ∂f/∂θ'_j·θ_j, from the output that skipped rows would have.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from .tensors import Batch, BlockedTensor, Needed, Vectors, adapt
 from .values import Partial, like
 
 _TRACING = threading.Lock()
-"""Held while a model is traced: two concurrent tracers would not restore fx's patched module calls."""
+"""Held while a model is traced, because two concurrent tracers would not restore fx's patched module calls."""
 
 
 class _Tracer(fx.Tracer):
-    """Tracer of ``forward`` in this thread, with only its first argument."""
+    """Tracer of ``forward`` with only its first argument, in this thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class GatedModel:
 
 
 def check_gated(model: nn.Module, example: torch.Tensor) -> None:
-    """Raise CannotGate if ``model`` on ``example`` [N, ...] gives other outputs by itself than with all blocks on."""
+    """Raise CannotGate if ``model``'s outputs on ``example`` [N, ...] differ from those with all blocks active."""
     model = copy.deepcopy(model).eval()
     table = BlockTable({name: (parameter.numel(),) for name, parameter in model.named_parameters()})
     try:
@@ -199,7 +199,7 @@ _POOL_FUNCTIONS = {
 
 
 Rule = Callable[["_Call", Partial], Any]
-"""Result of a node for a partial value, its first argument and only tensor; None if all channels are needed."""
+"""Rule of a node for a partial value, its only tensor: returns the result, or None if all channels are needed."""
 
 
 @dataclass(frozen=True)
@@ -368,7 +368,7 @@ def _rule(module: nn.Module | None, name: str) -> Rule | None:
 
 
 def _function(node: fx.Node, module: nn.Module | None) -> tuple[str, Callable[..., Any]]:
-    """Return a node's function, never in place, with its name in torch ("" for a module)."""
+    """Return a node's function, in its out-of-place form, and its name in torch ("" for a module)."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     function: Callable[..., Any]
     if module is not None:

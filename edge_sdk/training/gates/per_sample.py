@@ -1,7 +1,7 @@
 """Gates per sample in one forward pass.
 
-Row r of W ⊛ M' gives M'_r times the output of row r of W. So layers run once with whole weights, and each sample's
-output is scaled by its gates. This computes off blocks too.
+Row r of W ⊛ M' gives M'_r times the output of row r of W. Layers therefore run once with whole weights, and each
+sample's output is scaled by its gates. This computes inactive blocks too.
 """
 
 from __future__ import annotations

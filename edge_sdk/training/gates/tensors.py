@@ -1,8 +1,8 @@
 """Parameters cut into blocks: an autograd leaf per block, and the adapted weights θ' = θ ⊛ M' of a batch.
 
-A leaf is a view into its parameter's storage. So an optimiser of leaves moves the model in place, skips blocks without
-a gradient, and allocates no whole parameter. θ' consists of the output rows that an on block touches; off parts of such
-a row are zero (pFedGate, arXiv:2305.02776).
+A leaf is a view into its parameter's storage. An optimiser of leaves therefore updates the model in place, skips blocks
+without a gradient, and allocates no whole parameter. θ' consists of the output rows that an active block touches;
+inactive parts of such a row are zero (pFedGate, arXiv:2305.02776).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def true(flags: torch.Tensor) -> Flags:
 class Channels:
     """The computed channels of a value, or rows of a weight.
 
-    source: name of the weight whose rows they are, and channels per row; None for another origin.
+    source: name of the weight with these rows, and channels per row; None for another origin.
     """
 
     def __init__(self, flags: Flags, device: torch.device, source: tuple[str, int] | None = None) -> None:
@@ -66,7 +66,7 @@ class Channels:
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """Computed channels as ranges (start, stop); blocks make few of them."""
+        """Computed channels as ranges (start, stop), usually few."""
         padded = np.zeros(len(self.flags) + 2, dtype=bool)
         padded[1:-1] = self.flags
         ends = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
@@ -86,7 +86,7 @@ class Channels:
         return whole if others is None else whole.index_copy_(0, self._off, others)
 
     def add(self, tensor: torch.Tensor, computed: torch.Tensor) -> None:
-        """Add to the computed channels of ``tensor`` along axis 1; ranges are far faster than an index."""
+        """Add to the computed channels of ``tensor`` along axis 1, by ranges, which are much faster than an index."""
         parts = torch.split_with_sizes(computed, [stop - start for start, stop in self.runs], 1)
         for (start, stop), part in zip(self.runs, parts, strict=True):
             tensor.narrow(1, start, stop - start).add_(part)
@@ -108,7 +108,7 @@ class Batch:
 
 
 _KEPT = 32
-"""Cached choices of a tensor's blocks."""
+"""Number of cached choices of a tensor's blocks."""
 
 
 # On a small network a call of torch takes longer than its work, so all blocks of a tensor are processed at once.
@@ -153,7 +153,7 @@ class BlockedTensor:
         return first, last, bool((first < last).any())
 
     def cut(self, batch: Batch) -> Cut:
-        """Return the rows that an on block touches, or the first row, because a layer needs one."""
+        """Return the rows that an active block touches, or the first row, because a layer needs at least one."""
         return self._cut(batch.selected[self.first : self.first + len(self.leaves)].tobytes())
 
     def _cut_for(self, selected: bytes) -> Cut:
@@ -256,7 +256,7 @@ def _sizes(spans: Sequence[tuple[int, int]], length: int) -> list[int]:
 
 
 class Vectors:
-    """Parameters with one axis (biases, scales of norms), adapted at once and whole."""
+    """Parameters with one axis (biases, scales of norms), adapted together and whole."""
 
     def __init__(self, tensors: Sequence[BlockedTensor]) -> None:
         self._leaves = [leaf for tensor in tensors for leaf in tensor.leaves]
@@ -269,7 +269,7 @@ class Vectors:
         self.blocks = index(np.repeat(self._blocks, sizes), self._flat[0].device) if tensors else torch.zeros(0)
 
     def trained(self, batch: Batch) -> tuple[list[torch.Tensor], list[int]]:
-        """Return the leaves of blocks that are on, and sizes that split ``values`` into leaves and gaps."""
+        """Return the leaves of active blocks, and sizes that split ``values`` into leaves and gaps."""
         on = np.flatnonzero(batch.selected[self._blocks]).tolist()
         leaves = [self._leaves[place] for place in on]
         spans = [(self._ends[place] - len(leaf), self._ends[place]) for place, leaf in zip(on, leaves, strict=True)]

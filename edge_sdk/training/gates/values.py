@@ -1,7 +1,7 @@
-"""Layer outputs of which only some channels are computed; the others are constants, the same for every sample.
+"""Layer outputs with some computed channels; the other channels are constants, equal for all samples.
 
 Activations, pooling, batch norm and flatten map constant channels to constant channels, so that the next layer adds
-their part once. But the loss's gradient by a constant channel differs between samples, and the gate of its row learns
+their part once. But the loss's gradient for a constant channel differs between samples, and the gate of its row learns
 from it. An ``Echo`` propagates this signal: it repeats the operations from the row to the next layer.
 """
 
@@ -24,7 +24,7 @@ Step = Callable[[torch.Tensor, Index], torch.Tensor]
 class Echo:
     """The path from constant channels back to their rows.
 
-    start(which): the constant output of off rows, with gradients to their gates.
+    start(which): the constant output of inactive rows, with gradients to their gates.
     """
 
     start: Callable[[Index], torch.Tensor]
@@ -33,7 +33,7 @@ class Echo:
     steps: tuple[Step, ...] = ()
 
     def follow(self, heard: Flags) -> tuple[torch.Tensor, Index]:
-        """Return the channels, and their places, of rows with any channel in ``heard``, after all steps."""
+        """Return the channels, and their places, of rows with a channel in ``heard``, after all steps."""
         rows = np.flatnonzero(heard.reshape(self.rows, -1).any(axis=1))
         value, channels = self.start(rows), rows
         for step in self.steps:
@@ -56,7 +56,7 @@ def like(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Partial:
-    """A value [N, ..., channels, ...] of which only some channels are computed, along ``axis``.
+    """A value [N, ..., channels, ...] with some computed channels along ``axis``.
 
     constants [others]: the values of the other channels, None for 0.
     """
@@ -81,7 +81,7 @@ class Partial:
 
     @property
     def matters(self) -> Flags:
-        """Constants that the next layer needs, [others]: those that are not 0, or that have a gradient."""
+        """Constants that the next layer needs, [others]: nonzero, or with a gradient."""
         moved = self.live | self.heard
         return moved if self.constants is None else moved | true(self.constants.detach() != 0)
 
@@ -153,7 +153,7 @@ class Partial:
         return self._written(self.known(), echo, self.channels.on, self.channels.off, self.channels.off[channels])
 
     def widened(self, which: Flags) -> Partial:
-        """Return the value with the constant channels ``which`` [others] written out, all heard ones included."""
+        """Return the value with the constant channels ``which`` [others] written out, including all with a gradient."""
         if not which.any():
             return self
         old = self.channels

@@ -22,11 +22,11 @@ DataWarnings = Annotated[
 
 StartId = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 MOST_STARTS = 32
-"""Earlier starts that a device keeps and sends."""
+"""Number of earlier starts that a device keeps and sends."""
 
 
 class Start(Request):
-    """A start of a device's process: an identifier, and those of the earlier starts with the same state folder."""
+    """A start of a device's process: its identifier, and the earlier identifiers of the same state folder."""
 
     id: StartId
     after: Annotated[tuple[StartId, ...], Field(max_length=MOST_STARTS)] = ()
@@ -129,7 +129,7 @@ class ChangeDevice(Request):
 
 
 class Doing(str, Enum):
-    """A device's current activity, or why it does not train; the first kind that applies."""
+    """A device's current activity, or the reason why it does not train; the first kind that applies."""
 
     revoked = "revoked"
     # It has told why it cannot join.

@@ -1,4 +1,4 @@
-"""Secure aggregation: the coordinator sees the sum of updates, but no single one.
+"""Secure aggregation: the coordinator sees the sum of updates, but no single update.
 
 SecAgg+ (Bell, Bonawitz, Gascon, Lepoint, Raykova, "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead",
 CCS 2020), after Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, with

@@ -7,8 +7,8 @@
     unmask    sends shares, one kind per peer, if most devices of the round have signed the same lists
 
 ``docs/privacy.md`` describes how far the device trusts the coordinator. It refuses keys without a signature by the
-known identity; one device under two names; a threshold with which a coordinator could ask for both kinds of shares; a
-cell that is too small, or whose devices got different data; and different answers to one question. At most one version
+known identity; one device under two names; a threshold with which a coordinator could request both kinds of shares; a
+cell that is too small, or whose devices received different data; and a second, different request. At most one version
 of the lists has signatures of more than (n + c) / 2 of n devices, since the c colluders may sign two (Bonawitz et al.,
 section 7.2). That holds among devices with one cohort and one c, which all remaining devices state and sign. Shares are
 sealed together with their writer's data.

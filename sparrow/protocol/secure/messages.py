@@ -1,10 +1,12 @@
 """Messages of devices and coordinator in a round of secure aggregation. Bytes are hexadecimal.
 
-keys      the device sends its public keys of this round                            Keys
-shares    it gets its peers, and sends shares sealed for each                       Shares
-train     it gets the shares sealed for it, and sends a masked update (a bundle) with a Statement
-agree     it gets the list of remaining devices, and signs it                       Agree
-unmask    it gets signatures of most devices on the same list, and sends shares     Unmask
+The phases of a device:
+
+keys      sends its public keys of this round                                       Keys
+shares    receives its peers, and sends shares sealed for each                      Shares
+train     receives the shares sealed for it, and sends a masked update (a bundle) with a Statement
+agree     receives the list of remaining devices, and signs it                      Agree
+unmask    receives signatures of most devices on the same list, and sends shares    Unmask
 """
 
 from __future__ import annotations

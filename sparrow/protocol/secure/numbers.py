@@ -22,12 +22,12 @@ WORDS: dict[int, type[np.unsignedinteger[Any]]] = {16: np.uint16, 32: np.uint32}
 """Bits of a masked value -> its type."""
 SIGNED: dict[int, type[np.signedinteger[Any]]] = {16: np.int16, 32: np.int32}
 PART = 2**15
-"""Number of values rounded at a time, which fit a core's caches with their intermediate results."""
+"""Number of values rounded at a time; with intermediate results they fit a core's caches."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale of a cell's numbers."""
+    """Conversion between a cell's values and integers."""
 
     # B.
     bits: int
@@ -53,7 +53,7 @@ class Scale:
         return self.step * float(np.sqrt(devices)) / 2
 
     def most_rounded(self, count: int) -> float:
-        """Return the most by which rounding can lengthen an update of ``count`` values at full weight (2-norm)."""
+        """Return the largest 2-norm that rounding can add to an update of ``count`` values at full weight."""
         return self.value_range / self.steps * float(np.sqrt(count))
 
     def round(self, values: NDArray[np.float32], weight: float, chance: np.random.Generator) -> tuple[Words, int]:

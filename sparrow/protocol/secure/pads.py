@@ -27,7 +27,7 @@ from .shamir import PRIME, SECRET_BYTES
 
 NONCE_BYTES = 12
 PART_BYTES = 2**16
-"""Part of a vector to which all pads are added before the next part; it fits the inner caches, also on small boards."""
+"""Bytes of a vector that receive all pads at a time; they fit the inner caches, also on small boards."""
 LOW_ORDER = {
     *(0, 1, PRIME - 1),
     325606250916557431795983626356110631294008115727848805560023387167927233504,
