@@ -105,6 +105,10 @@ class Finished(RequestError):
     """The federation is over and the device has no work left in it."""
 
 
+class OtherVersion(RequestError):
+    """The caller uses another version of the HTTP contract."""
+
+
 class LengthRequired(RequestError):
     """The body's length must be declared."""
 

@@ -38,6 +38,7 @@ from sparrow.coordinator.api.middleware.open_calls import MissingTokenWarning
 from sparrow.coordinator.api.middleware.plain_text import PlainText
 from sparrow.coordinator.api.middleware.rate_limits import AddressLimits, CallerLimits, CallsAtOnce
 from sparrow.coordinator.api.middleware.request_ids import RequestIds
+from sparrow.coordinator.api.middleware.versions import Versions
 from sparrow.coordinator.app import Coordinator
 from sparrow.coordinator.calls import problems
 from sparrow.coordinator.commands import starting
@@ -128,6 +129,7 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
         AddressLimits,
         CrossSite,
         PlainText,
+        Versions,
         RequestIds,
     ):
         app.add_middleware(middleware)

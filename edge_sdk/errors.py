@@ -43,6 +43,7 @@ __all__ = [
     "NotFound",
     "NotInstalled",
     "NothingTrained",
+    "OtherVersion",
     "OutOfMemory",
     "Refused",
     "RoundOver",
@@ -169,6 +170,12 @@ class NoCoordinator(Refused):
 
     def __str__(self) -> str:
         return f"{self.detail} (HTTP {self.status})"
+
+
+class OtherVersion(Refused):
+    """Coordinator and device use different versions of the HTTP contract: upgrade the older one."""
+
+    exit_code = Exit.FAILED
 
 
 class WrongSettings(BadArgument):

@@ -26,6 +26,7 @@ RETRY_SECONDS = 5
 """Seconds before a retry after a temporary failure."""
 
 STATUS: dict[type[Exception], int] = {
+    errors.OtherVersion: 400,
     errors.NotAuthenticated: 401,
     errors.TokenExpired: 401,
     errors.FederationDeleted: 410,
@@ -102,7 +103,9 @@ async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    return problem(422, "InvalidRequest", f"{where}: {first['msg']}; the page at /docs describes this call")
+    # Newer devices send fields that an older coordinator lacks.
+    said = "unknown field; upgrade Sparrow here" if first["type"] == "extra_forbidden" else first["msg"]
+    return problem(422, "InvalidRequest", f"{where}: {said}; the page at /docs describes this call")
 
 
 async def _unforeseen(request: Request, error: Exception) -> JSONResponse:

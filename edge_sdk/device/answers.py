@@ -13,7 +13,7 @@ from sparrow.protocol.wire import WIRE, WIRE_HEADER
 from sparrow.transport import httpx
 
 from .. import errors
-from ..errors import NoCoordinator, Refused, Unreachable
+from ..errors import NoCoordinator, OtherVersion, Refused, Unreachable
 
 _ALIKE = (
     errors.NotAuthenticated,
@@ -28,6 +28,7 @@ _ALIKE = (
     errors.DifferentUpdate,
     errors.FederationDeleted,
     errors.BadContent,
+    errors.OtherVersion,
     errors.TooManyRequests,
 )
 # Type of a problem document, without ``PREFIX`` -> exception; other types raise ``Refused``. ``Unreachable`` ones are
@@ -45,6 +46,10 @@ PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
     **dict.fromkeys(("Unavailable", "NotReady", "Unreadable", "Damaged", "InternalError"), Unreachable),
 }
 PREFIX = "urn:sparrow:problem:"
+
+# Header of every coordinator's answer, also of those before WIRE_HEADER.
+REQUEST_ID = "X-Request-Id"
+OLDER = "The coordinator at {host} runs an older Sparrow than this installation ({reason}); upgrade it there"
 
 # Bounds the seconds of Retry-After.
 LONGEST_PAUSE = 900.0
@@ -113,21 +118,39 @@ def detail_of(answer: httpx.Response) -> str:
     try:
         return printable(str(answer.json()["detail"])[:LONGEST_TEXT])[:LONGEST_TEXT]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return _other_version(answer) or (
-            f"The answer of {answer.url.host} is not from a Sparrow coordinator; check the address"
-        )
+        host = answer.url.host
+        if WIRE_HEADER in answer.headers:
+            return f"The coordinator at {host} runs another Sparrow (its answer cannot be read); upgrade the older one"
+        if REQUEST_ID in answer.headers and _is_json(answer):
+            return OLDER.format(host=host, reason="its answer cannot be read")
+        return f"The answer of {host} is not from a Sparrow coordinator; check the address"
 
 
-def _other_version(answer: httpx.Response) -> str:
-    """Return the side to upgrade if the coordinator's contract has another version, else an empty text."""
+def check_version(answer: httpx.Response) -> None:
+    """Raise OtherVersion if the coordinator names another version of the HTTP contract."""
     named = str(answer.headers.get(WIRE_HEADER, ""))
     if not (named.isascii() and named.isdecimal() and len(named) < 10) or int(named) == WIRE:
-        return ""
+        return
     older = "the coordinator" if int(named) < WIRE else "this installation"
-    return (
+    raise OtherVersion(
+        answer.status_code,
         f"The coordinator at {answer.url.host} uses version {int(named)} of the HTTP contract, this installation "
-        f"version {WIRE}; upgrade Sparrow in {older}"
+        f"version {WIRE}; upgrade Sparrow in {older}",
     )
+
+
+def refusal_of(answer: httpx.Response) -> str:
+    """Return the text of a problem document, and whether the coordinator lacks the call because it is older."""
+    detail = detail_of(answer)
+    unknown = problem_type(answer) in ("InvalidRequest", "NotFound", "MethodNotAllowed")
+    # Older coordinators do not name the version.
+    if unknown and WIRE_HEADER not in answer.headers and REQUEST_ID in answer.headers:
+        return OLDER.format(host=answer.url.host, reason=detail)
+    return detail
+
+
+def _is_json(answer: httpx.Response) -> bool:
+    return str(answer.headers.get("Content-Type", "")).startswith("application/json")
 
 
 def continued(answer: httpx.Response, first: int, size: int) -> int:

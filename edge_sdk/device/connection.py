@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 from sparrow.command_line.table import printable
 from sparrow.protocol.messages import UpdateReceived
+from sparrow.protocol.wire import WIRE, WIRE_HEADER
 from sparrow.transport import Client, httpx, tls
 from sparrow.transport.clients import bad_address
 
@@ -31,6 +32,7 @@ from .answers import (
     PROBLEMS,
     REMEDIES,
     Message,
+    check_version,
     continued,
     detail_of,
     is_problem,
@@ -39,6 +41,7 @@ from .answers import (
     pause_of,
     problem_type,
     read_all,
+    refusal_of,
 )
 from .uploads import SMALLEST_PART, Upload
 
@@ -152,6 +155,7 @@ class Connection:
             return self._whole(answer, most)
 
     def _whole(self, answer: httpx.Response, most: int) -> httpx.Response:
+        check_version(answer)
         limit = most if answer.is_success else LARGEST_REFUSAL
         body = bytearray()
         for part in self._parts(answer):
@@ -246,6 +250,7 @@ class Connection:
             ) as answer:
                 if answer.status_code not in (200, 206):
                     return self._whole(answer, LARGEST_REFUSAL)
+                check_version(answer)
                 if answer.status_code == 200:
                     into.seek(0)
                     into.truncate()
@@ -260,7 +265,7 @@ class Connection:
         self._patiently(attempt)
 
     def _with_token(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        headers = {**arguments.get("headers", {}), "Accept-Encoding": "identity"}
+        headers = {**arguments.get("headers", {}), "Accept-Encoding": "identity", WIRE_HEADER: str(WIRE)}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
         if self.start:
@@ -323,7 +328,7 @@ class Connection:
         """Return the error for an answer that refuses the call for good."""
         if is_problem(answer):
             kind = PROBLEMS.get(problem_type(answer), Refused)
-            return (kind if issubclass(kind, Refused) else Refused)(answer.status_code, detail_of(answer))
+            return (kind if issubclass(kind, Refused) else Refused)(answer.status_code, refusal_of(answer))
         detail = detail_of(answer)
         if self._known or answer.status_code in BY_PROXIES:
             what = f"{answer.request.method} {answer.url.path}"

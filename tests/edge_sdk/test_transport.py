@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from edge_sdk.device.answers import LONGEST_PAUSE, message_of
+from edge_sdk.device.answers import LONGEST_PAUSE
 from edge_sdk.device.connection import (
     FIRST_WAIT,
     LARGEST_ANSWER,
@@ -36,6 +36,7 @@ from edge_sdk.errors import (
     NoCoordinator,
     NotAllowed,
     NotAuthenticated,
+    OtherVersion,
     Refused,
     RoundOver,
     SdkError,
@@ -53,7 +54,6 @@ from sparrow.protocol.messages import (
     PauseReason,
     Payload,
     Phase,
-    UpdateReceived,
     UploadCost,
 )
 from sparrow.protocol.settings import FederationSettings
@@ -316,21 +316,28 @@ def test_work_that_cannot_be_read_is_no_answer():
         network.transport.assignment("default", 25, None)
 
 
+@pytest.mark.parametrize(("version", "older"), [(WIRE + 1, "this installation"), (WIRE - 1, "the coordinator")])
+@pytest.mark.parametrize("status", [200, 404, 503])
+def test_an_answer_of_another_version_names_the_side_to_upgrade(version, older, status):
+    network = Network(httpx.Response(status, headers={WIRE_HEADER: str(version)}, json={"wire": 1}))
+    with pytest.raises(OtherVersion, match=f"upgrade Sparrow in {older}"):
+        network.transport.federation("default")
+    assert network.requests[0].headers[WIRE_HEADER] == str(WIRE)
+
+
 @pytest.mark.parametrize(
-    ("version", "message"),
+    ("headers", "message"),
     [
-        (str(WIRE + 1), "upgrade Sparrow in this installation"),
-        (str(WIRE - 1), "upgrade Sparrow in the coordinator"),
-        (str(WIRE), "check the address"),
-        ("x", "check the address"),
+        ({WIRE_HEADER: str(WIRE)}, "upgrade the older one"),
+        ({WIRE_HEADER: "x"}, "upgrade the older one"),
+        ({"X-Request-Id": "a"}, "older Sparrow than this installation .*; upgrade it there"),
+        ({}, "check the address"),
     ],
 )
-@pytest.mark.parametrize("status", [200, 404])
-def test_an_answer_of_another_version_names_the_side_to_upgrade(version, message, status):
-    request = httpx.Request("GET", "http://c/v1")
-    answer = httpx.Response(status, headers={WIRE_HEADER: version}, json={"other": 1}, request=request)
+def test_an_unreadable_answer_says_whether_a_coordinator_sent_it(headers, message):
+    network = Network(httpx.Response(200, headers=headers, json={"other": 1}))
     with pytest.raises(NoCoordinator, match=message):
-        message_of(UpdateReceived, answer)
+        network.transport.federation("default")
 
 
 @pytest.mark.parametrize(
