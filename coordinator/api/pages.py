@@ -11,7 +11,7 @@ from sparrow.protocol.fields import FederationName
 
 from .. import dashboard, web
 from ..calls.bodies import ranged
-from ..web import runtime
+from ..web import offline, runtime
 from . import sign_in
 from .access import TheCoordinator, TheIdentity, may_look, own_federation
 from .packing import takes_gzip
@@ -38,6 +38,20 @@ def file(name: str, request: Request) -> Response:
 def join(name: FederationName, request: Request) -> Response:
     """Return the device page of a federation, whether or not the federation exists."""
     return _for_browsers(request, web.load("join.html"), web.ASKED_EACH_TIME)
+
+
+@router.get(f"/join/{{name}}/{offline.MANIFEST}")
+def manifest(name: FederationName, request: Request) -> Response:
+    """Return the web app manifest of a federation's device page."""
+    return _for_browsers(request, offline.manifest(name), web.ASKED_EACH_TIME)
+
+
+@router.get(f"/web/{offline.WORKER}")
+def service_worker(request: Request) -> Response:
+    """Return the service worker of the device page."""
+    answer = _for_browsers(request, offline.service_worker(), web.ASKED_EACH_TIME)
+    answer.headers.update(offline.SCOPE)
+    return answer
 
 
 @router.get("/web/{name}")

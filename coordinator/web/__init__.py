@@ -21,12 +21,14 @@ MEDIA_TYPES = {
     ".mjs": "text/javascript; charset=utf-8",
     ".txt": "text/plain; charset=utf-8",
     ".wasm": "application/wasm",
+    ".png": "image/png",
+    ".webmanifest": "application/manifest+json",
 }
 OWN = Path(__file__).with_name("static")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self'; "
-    "style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
+    "style-src 'self'; connect-src 'self'; manifest-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     # Isolated from other origins, a page may use several threads.
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Embedder-Policy": "require-corp",

@@ -10,7 +10,7 @@ import base64
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,17 @@ def browser() -> Iterator[Any]:
         browser = play.chromium.launch(executable_path=found, args=list(CALM))
         yield browser
         browser.close()
+
+
+@contextmanager
+def persistent(browser: Any, folder: Path, *flags: str) -> Iterator[Any]:
+    """A Chromium with a profile in a folder: its pages can be installed, unlike those of other contexts."""
+    found = next(filter(None, map(shutil.which, NAMES)))
+    context = browser.browser_type.launch_persistent_context(folder, executable_path=found, args=[*CALM, *flags])
+    try:
+        yield context
+    finally:
+        context.close()
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ IN_THE_MIDDLE = """(wanted) => {
 }"""
 
 
-PUBLISHED = ["manifest.json", "trust"]
+PUBLISHED = ["info", "manifest.json", "trust"]
 """What the page asks for when it is opened, and everybody else may: nothing in it is of the device."""
 
 KEPT = """async () => {
@@ -412,6 +412,10 @@ def test_a_page_over_plain_http_takes_part_with_a_notice(new_coordinator, open_p
     finger.give([0, 1] * 6, chance)
     expect(page.locator("#limits")).to_contain_text("This page came over plain HTTP")
     expect(page.locator("#limits")).to_contain_text("motion sensors and live camera are not available")
+    expect(page.locator("#limits")).to_contain_text(
+        "neither be installed nor opened offline. Ask for a link with HTTPS"
+    )
+    expect(page.locator("#offline")).to_be_empty()
     page.get_by_role("tab", name="Pictures").tap()
     expect(page.locator("#picture-hint")).to_contain_text("A live camera in this page needs HTTPS")
     expect(page.get_by_role("button", name="Open the camera")).to_be_hidden()

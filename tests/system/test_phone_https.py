@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 import ssl
 import subprocess
@@ -9,12 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from sparrow.bench.server import free_port
 from sparrow.transport import httpx
 
-from .browsers import browser, open_page  # noqa: F401
+from . import browsers
+from .browsers import persistent, playwright
 from .conftest import environment, wait_until
+
+browser, open_page = browsers.browser, browsers.open_page
+expect = playwright.expect
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "phone.md"
 
@@ -30,7 +37,9 @@ def certificates(tmp_path):
     return tmp_path
 
 
-def test_a_page_over_https_is_secure_and_has_threads(certificates, open_page):  # noqa: F811
+@pytest.fixture
+def address(certificates):
+    """The address of a coordinator with these certificates."""
     port = free_port()
     command = [sys.executable, "-m", "uvicorn", "coordinator.main:app", "--port", str(port)]
     tls = ["--ssl-certfile", str(certificates / "cert.pem"), "--ssl-keyfile", str(certificates / "key.pem")]
@@ -48,9 +57,29 @@ def test_a_page_over_https_is_secure_and_has_threads(certificates, open_page):  
                     return False
 
             wait_until(answers, "the coordinator behind TLS")
-            page = open_page(f"https://127.0.0.1:{port}/join/default", ignore_https_errors=True)
-            assert page.evaluate("[isSecureContext, crossOriginIsolated]") == [True, True]
-            page.get_by_text("Your data", exact=True).wait_for()
-            assert page.locator("#insecure").is_hidden()
+            yield f"https://127.0.0.1:{port}"
         finally:
             server.terminate()
+
+
+def test_a_page_over_https_is_secure_and_has_threads(address, open_page):
+    page = open_page(f"{address}/join/default", ignore_https_errors=True)
+    assert page.evaluate("[isSecureContext, crossOriginIsolated]") == [True, True]
+    page.get_by_text("Your data", exact=True).wait_for()
+    assert page.locator("#insecure").is_hidden()
+    # Browsers keep no page whose certificate they do not trust.
+    expect(page.locator("#offline")).to_contain_text("needs a network")
+    expect(page.locator("#offline")).to_contain_text("SSL certificate error")
+    page.troubles.clear()
+
+
+def test_a_page_with_a_trusted_certificate_can_be_installed(address, browser, certificates, tmp_path):
+    key = serialization.load_pem_private_key((certificates / "key.pem").read_bytes(), None).public_key()
+    public = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    trust = f"--ignore-certificate-errors-spki-list={base64.b64encode(hashlib.sha256(public).digest()).decode()}"
+    with persistent(browser, tmp_path / "profile", trust) as context:
+        page = context.new_page()
+        page.goto(f"{address}/join/default")
+        expect(page.locator("#offline")).to_contain_text("opens without a network")
+        tools = context.new_cdp_session(page)
+        assert tools.send("Page.getInstallabilityErrors")["installabilityErrors"] == []

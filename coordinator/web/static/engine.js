@@ -10,7 +10,9 @@ import { Generator } from "./pcg64.js";
 import { decoded } from "./raw.js";
 import { passes } from "./samples.js";
 
-const RUNTIME = new URL("./runtime/onnxruntime-web-1.30.0/", import.meta.url).href; // the version that runtime.py pins
+const PACKAGE = "onnxruntime-web-1.30.0"; // the version that runtime.py pins
+const RUNTIME = new URL(`./runtime/${PACKAGE}/`, import.meta.url).href;
+const CODE = `${RUNTIME}ort.wasm.bundle.min.mjs`, WASM = `${RUNTIME}ort-wasm-simd-threaded.wasm`;
 const MOST_THREADS = 4;
 const PREPARED_SAMPLES = 256, PREPARED_VALUES = 2 ** 22; // at once
 const { fround } = Math;
@@ -22,12 +24,18 @@ let ort = null;
 
 /** Return onnxruntime-web, loaded on first use. Throws Error if the coordinator does not have it. */
 async function runtime() {
-  ort ??= await import(`${RUNTIME}ort.wasm.bundle.min.mjs`).catch(() => {
+  ort ??= await import(CODE).catch(() => {
     throw new Error("onnxruntime-web does not load: reload this page, or ask the operator to run sparrow web");
   });
-  Object.assign(ort.env.wasm, { wasmPaths: { wasm: `${RUNTIME}ort-wasm-simd-threaded.wasm` }, numThreads: threads });
+  Object.assign(ort.env.wasm, { wasmPaths: { wasm: WASM }, numThreads: threads });
   ort.env.logLevel = "error";
   return ort;
+}
+
+/** Keep the loaded runtime for visits without a network. Browsers have `caches` only on pages that came over HTTPS. */
+async function keepRuntime() {
+  const cache = await self.caches?.open(`sparrow ${PACKAGE}`);
+  if (cache && !(await cache.match(WASM, { ignoreVary: true }))) await cache.addAll([CODE, WASM]);
 }
 
 /** A model of the federation, with its training and evaluation. */
@@ -173,6 +181,7 @@ export class Engine {
         throw new ProtocolError(`this browser cannot load the model (${key}): ${String(error.message).slice(0, 300)}. Close other ` +
           "apps and tabs, and reload this page");
       }));
+      keepRuntime().catch(() => {}); // the browser may have no storage left
     }
     return this.sessions.get(key);
   }

@@ -1,9 +1,10 @@
 // The page of a device: it shows the worker's state and sends the user's commands to the worker.
 
 import { Giving } from "./give.js";
+import { keepPage } from "./offline.js";
 import { Taking } from "./taking.js";
 import { Trial } from "./trial.js";
-import { $, put, show } from "./words.js";
+import { $, element, put, show } from "./words.js";
 
 const federation = decodeURIComponent(location.pathname.replace(/\/+$/, "").split("/").pop());
 const worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
@@ -63,6 +64,7 @@ function draw(state) {
   $("retry").hidden = !lost;
   $("start-anew").hidden = !(lost && state.kept);
   $("insecure").hidden = state.secure;
+  $("away").hidden = !state.offline;
   show($("remains"), state.remains);
   put($("signed"), state.signed ? `Model: ${state.signed}` : "\u00a0"); // keeps its line
   giving.draw(state);
@@ -100,4 +102,6 @@ $("retry").addEventListener("click", open);
 $("start-anew").addEventListener("click", () => taking.forget());
 put($("title"), `Train ${federation} with this device`);
 document.title = `${federation} - Sparrow`;
+document.head.append(element("link", { rel: "manifest", href: `${encodeURIComponent(federation)}/app.webmanifest` }));
+keepPage();
 open();

@@ -48,23 +48,35 @@ export class Session {
     this.next = null;
     this.working = null;
     this.faults = 0;
+    /** Whether the coordinator did not answer, so that the federation's description is a kept one. */
+    this.stale = false;
   }
 
-  /** Read the state kept here, and fetch the federation. Throws Refused, Error. */
+  /** Read the state kept here, and fetch the federation, or take its kept description. Throws Refused, Error. */
   async open() {
     this.identity = (await this.store.get("identity")) ?? null;
     this.progress = { ...AT_FIRST, ...((await this.store.get("progress")) ?? {}) };
     this.movedBefore = this.progress.everything;
     if (this.identity?.token) this.transport.token = this.identity.token;
-    while (!(await this.opened())) await this.transport.rest(this.nextRest);
-    this.faults = 0;
-    await this.loadState();
-    if (this.identity?.previous) await this.settleToken();
+    await this.load((await this.store.get("info")) ?? null);
   }
 
-  /** Fetch the federation and load its model. Returns false if a file does not match its digest. */
-  async opened() {
-    const info = await this.askForFederation();
+  /** Fetch the federation again after it was opened without its coordinator. Throws Refused, Error. */
+  refresh() {
+    return this.load(null);
+  }
+
+  /** Fetch the federation, or take its kept description, and load model and state. */
+  async load(kept) {
+    while (!(await this.opened(kept))) await this.transport.rest(this.nextRest);
+    this.faults = 0;
+    await this.loadState();
+    if (this.identity?.previous && !this.stale) await this.settleToken();
+  }
+
+  /** Load the federation's model. Returns false if a file does not match its digest. */
+  async opened(kept) {
+    const info = await this.askForFederation(kept);
     if (this.identity && this.identity.uid !== info.uid) {
       throw new Error(`this browser took part in an earlier federation with the name ${this.federation}; choose "Forget me" first`);
     }
@@ -76,16 +88,18 @@ export class Session {
       this.tell({ failure: error.message, detail: this.again(error.message) });
       return false;
     }
+    this.stale = info === kept;
+    if (!this.stale) await this.store.put({ info });
     return true;
   }
 
-  async askForFederation() {
+  async askForFederation(kept) {
     try {
-      return await this.transport.federation(this.federation);
+      return await this.transport.federation(this.federation, kept);
     } catch (error) {
       if (!(error instanceof Refused && error.is("TokenExpired"))) throw error;
       this.transport.token = this.enrolmentToken;
-      return this.transport.federation(this.federation);
+      return this.transport.federation(this.federation, kept);
     }
   }
 

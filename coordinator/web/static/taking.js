@@ -2,6 +2,7 @@
 
 import { lacking } from "./capabilities.js";
 import { Conditions, screen } from "./conditions.js";
+import { askToPersist, forgetPage } from "./offline.js";
 import { $, bytes, element, many, milliseconds, percent, put, seconds, show } from "./words.js";
 
 const WORDS = {
@@ -124,6 +125,7 @@ export class Taking {
       if (!sure) return;
       for (const key of open) this.promised.add(key);
     }
+    askToPersist();
     if (this.#sent !== null) this.send({ do: "resume" });
     [this.#pausedByUser, this.#sent] = [false, null];
     const budget = $("budget-box").hidden ? 1 : Number($("budget").value);
@@ -150,7 +152,9 @@ export class Taking {
         "model keeps what it has learned.",
       no: "Keep everything", yes: "Forget me",
     });
-    if (sure) this.#stop("forget");
+    if (!sure) return;
+    this.#stop("forget");
+    await forgetPage();
   }
 
   #showConditions() {

@@ -40,9 +40,9 @@ export class Transport {
     this.stop = new AbortController();
   }
 
-  /** Return a federation's state. */
-  federation(name) {
-    return this.ask("GET", `/v1/federations/${name}`, { check: checkFederation });
+  /** Return a federation's state. kept: returned instead if the coordinator does not answer. */
+  federation(name, kept = null) {
+    return this.ask("GET", `/v1/federations/${name}`, { check: checkFederation, instead: kept });
   }
 
   /** Return a federation's publication, unchecked: { publication, manifest: a text or null }. */
@@ -167,8 +167,8 @@ export class Transport {
     return this.call(method, path, { ...options, read: (answer) => check(jsonOf(answer.bytes)) });
   }
 
-  call(method, path, { read = (answer) => answer, ...options } = {}) {
-    return this.patiently(() => this.once(method, path, options), read);
+  call(method, path, { read = (answer) => answer, instead = null, ...options } = {}) {
+    return this.patiently(() => this.once(method, path, options), read, instead);
   }
 
   /** Send `body`; after an interruption only the missing part, and in parts if a proxy refuses its length (413). */
@@ -289,7 +289,8 @@ export class Transport {
     return bytes;
   }
 
-  async patiently(attempt, read) {
+  /** Repeat a call until it is answered. instead: returned after the first temporary failure, unless null. */
+  async patiently(attempt, read, instead = null) {
     for (let longest = FIRST_WAIT; ; longest = Math.min(2 * longest, LONGEST_WAIT)) {
       let pause = 0, reason;
       try {
@@ -303,6 +304,7 @@ export class Transport {
         if (!(error instanceof NoAnswer)) throw error;
         reason = error.message;
       }
+      if (instead !== null) return instead;
       const seconds = pause + Math.random() * Math.max(longest, pause / 4);
       this.onWait(reason, seconds);
       await this.rest(seconds);

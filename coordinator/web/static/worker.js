@@ -24,6 +24,7 @@ let store, transport, session, samples = null;
 let prepared = null; // { samples, digest, parts }: the samples as inputs of the preparation of this digest
 let pausedFor = null; // reason for the pause that the page wants
 let leaving = false;
+let refreshing = null; // the fetch of a federation that was opened without its coordinator
 let running = null; // the loop of rounds
 let given = null; // the enrolment token of the page
 let pinned = null; // the fingerprint of the publisher that the page's link names
@@ -36,7 +37,7 @@ const state = {
   work: null, accuracyBefore: null, accuracyNow: null, accuracyGlobal: null, rounds: 0, bytesDown: 0, bytesUp: 0,
   secondsTraining: 0, stepMilliseconds: null, steps: 0, threads, isolated: self.crossOriginIsolated,
   secure: self.isSecureContext, canPredict: false, frozenBytes: 0, history: [], kept: false,
-  signed: null, judged: {}, lastFailure: null, remains: "",
+  signed: null, judged: {}, lastFailure: null, remains: "", offline: false,
 };
 const NO_SAMPLES = { ...state.samples };
 
@@ -47,6 +48,8 @@ const COMMANDS = {
 let turn = Promise.resolve();
 self.onmessage = ({ data }) => {
   const act = () => COMMANDS[data.do](data);
+  // A command before it may wait for the coordinator.
+  if (["leave", "forget"].includes(data.do)) stop();
   // Commands that change the samples or the identity run one after the other, others at once.
   const acted = ["pause", "resume", "predict", "export"].includes(data.do) ? act() : (turn = turn.then(act));
   Promise.resolve(acted).catch((error) => {
@@ -75,7 +78,7 @@ function counts() {
     judged: progress.judged, accuracyBefore: progress.accuracyBefore, accuracyNow: progress.accuracyNow, accuracyGlobal: progress.accuracyGlobal,
     bytesDown: moved.bytes_down, bytesUp: moved.bytes_up, frozenBytes: session.info.frozen_bytes,
     device: identity && { name: identity.name, budget: identity.budget, enrolled: identity.token !== null },
-    canPredict: Boolean(manifest && session.bestTensors()), signed: session.trust.line,
+    canPredict: Boolean(manifest && session.bestTensors()), signed: session.trust.line, offline: session.stale,
     stepMilliseconds: stepTimes.length ? [...stepTimes].sort((a, b) => a - b)[stepTimes.length >> 1] : null,
   };
 }
@@ -121,11 +124,25 @@ async function open({ federation, token, publisher = null }) {
   const opening = new Session(federation, { transport, store, data, tell, checkpoint, publisher: only });
   await opening.open();
   session = opening;
+  await opened({ phase: "ready", detail: "" });
+  if (session.stale) refresh().catch(failed);
+  const { identity } = session;
+  if (identity?.token && !identity.left && state.samples.enough) await join(identity);
+}
+
+/** Fetch a federation that was opened without its coordinator. */
+function refresh() {
+  refreshing ??= session.refresh().then(() => opened()).finally(() => (refreshing = null));
+  return refreshing;
+}
+
+/** Show the federation with other changes of the state; samples that do not fit it are deleted. */
+async function opened(changes = {}) {
   const { info, manifest } = session;
   const others = samples !== null && !fits(samples);
   if (others) await keep(null);
   report({
-    phase: "ready", detail: others ? OTHER_SAMPLES : "",
+    ...changes, ...(others ? { detail: OTHER_SAMPLES } : {}),
     federation: {
       name: info.name, task: info.task, method: info.method, status: info.status, round: info.round, rounds: info.rounds,
       inputShape: manifest.inputShape, outputShape: manifest.outputShape, ...inWordsOf(manifest), parameters: info.parameters,
@@ -133,8 +150,6 @@ async function open({ federation, token, publisher = null }) {
     },
     samples: counted(),
   });
-  const { identity } = session;
-  if (identity?.token && !identity.left && state.samples.enough) await join(identity);
 }
 
 /** Return the parts of a preparation and of targets that the screen shows. columns: empty if there are too many to type in. */
@@ -299,6 +314,7 @@ async function join({ name, budget }) {
   if (!state.samples.enough) throw new Error(state.samples.lacks);
   leaving = false;
   report({ phase: "joining", detail: "joining the federation" });
+  if (session.stale) await refresh();
   await session.join(name, budget);
   await session.keepIdentity({ left: false });
   running = rounds().catch(breakOff).finally(() => (running = null));
@@ -405,14 +421,20 @@ function resume() {
   pausedFor = null;
 }
 
-async function leave() {
+/** End the loop of rounds and the calls in progress. */
+function stop() {
   leaving = true;
+  transport?.interrupt();
+}
+
+async function leave() {
+  stop();
   report({ detail: "leaving", work: null });
-  transport.interrupt();
   await running;
   await goodbye("interrupted/left");
   await session.keepIdentity({ left: true });
   report({ phase: "left", detail: "you left; your model stays in this browser", work: null });
+  if (session.stale) refresh().catch(failed);
 }
 
 async function forget() {
