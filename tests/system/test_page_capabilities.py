@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from . import browsers
-from .browsers import CALM, NAMES, playwright
+from .browsers import BLANK, CALM, NAMES, playwright
 from .test_join_page import ALONE, PHONE, Finger, phase
 
 browser, open_page = browsers.browser, browsers.open_page
@@ -81,6 +81,20 @@ def test_a_runtime_that_does_not_load_is_said_before_the_device_enrols(coordinat
     Finger(page).press("Take part")
     phase(page, "finished")
     page.troubles.clear()
+
+
+def test_the_last_failure_is_shown_until_a_round_succeeds(coordinator, open_page):
+    coordinator.create("lab", **ALONE, rounds=1, local_epochs=5)
+    page = open_page(f"{coordinator.url}{BLANK}", **PHONE)
+    page.context.route("**/v1/federations/lab/manifest", lambda route: route.fulfill(body=b"damaged"), times=1)
+    page.goto(f"{coordinator.url}/join/lab")
+    expect(page.locator("#last-failure")).to_have_text(re.compile("^Last failure: manifest does not match its SHA-256"))
+    finger = Finger(page)
+    finger.give([0, 1] * 6, np.random.default_rng(7))
+    finger.press("Take part")
+    phase(page, "finished")
+    expect(page.locator("#last-failure")).to_be_hidden()
+    page.troubles.clear()  # Chromium asks for an icon of the text file
 
 
 def test_right_answers_are_counts_of_the_samples(coordinator, open_page):

@@ -257,9 +257,14 @@ def test_a_federation_is_made_on_the_page(coordinator, open_page, pictures):
     dialog.get_by_label("Name").fill("lab")
     dialog.get_by_label("Method").select_option("fedavg")
     dialog.get_by_label("Rounds").fill("7")
+    dialog.get_by_label("Run by").fill("Clinic of Ulm ")
+    dialog.get_by_label("Purpose").fill("To read digits on forms")
+    expect(dialog.get_by_label("Purpose")).to_have_accessible_description(re.compile("before they take part"))
     dialog.get_by_role("button", name="Create").click()
     expect(page.locator("#name")).to_have_text("lab")
     info = coordinator.info("lab")
+    assert info["settings"]["operator"] == "Clinic of Ulm"
+    assert info["settings"]["purpose"] == "To read digits on forms"
     assert (info["method"], info["rounds"], info["settings"]["min_devices"]) == ("fedavg", 7, 2)
     assert not info["settings"]["secure"]
 
