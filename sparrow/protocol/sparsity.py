@@ -308,7 +308,7 @@ def grow(
 ) -> Grown:
     """Revive weights of one layer until ``count``, K_l, exist (FedSGC, Eq. 3-4; RigL). Arrays are flat [n].
 
-    gradient: of the whole layer, computed before pruning. A ``share``, lambda, of missing weights goes to positions whose
+    gradient: of the whole layer, computed before pruning. A ``share``, lambda, of missing weights goes to those whose
     descent agrees with their direction, largest gradients first; the rest to the largest gradients. candidates: allowed
     positions, by default all; if too few are free, other free positions follow, then ``pruned.guided``.
     """

@@ -1,7 +1,7 @@
 """Cells of devices that are summed together, neighbours that keep shares, and thresholds.
 
 A device's secret is shared among k neighbours, and t shares reveal it. There are two risks. If fewer than t
-neighbours answer, the round has no sum. If a coordinator lies about lost devices, it may receive both kinds of shares of
+neighbours answer, the round has no sum. If a coordinator lies about lost devices, it may get both kinds of shares of
 one device; that takes 2t answers of k neighbours, of whom the c colluders may answer twice, so t > (k + c) / 2 excludes
 it (Bell et al., section 3; Bonawitz et al., section 6.2).
 """
