@@ -1,11 +1,11 @@
-"""Acceptance of updates and receipts: each is checked, stored durably, and acknowledged once.
+"""Acceptance of updates and receipts: check, store durably, and acknowledge each once.
 
 An update is decoded once. Sums take the decoded values from memory (``intake.DecodedUpdates``) if they are still
 cached, otherwise from the disk.
 
-A device with ``MOST_REFUSALS`` refused updates in a row loses its assignment and gets no work for a while, because
-rounds would wait for it and each body must be checked. After this pause, one refusal is enough for the next pause. Each
-refusal is the device's failure; accepted work that ends the failure (``failing``) resets the count.
+A device with ``MOST_REFUSALS`` refused updates in a row loses its assignment and receives no work for a while, because
+rounds would wait for it and each body must be checked. After this pause, a single refusal causes the next pause. Each
+refusal is recorded as the device's failure; accepted work that ends the failure (``failing``) resets the count.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Acceptance:
         return outcomes
 
     def count_refusal(self, assignment_id: str, device_id: str, error: RequestError) -> RequestError:
-        """Record a refusal; after ``MOST_REFUSALS`` in a row, let the device rest. Return the caller's error."""
+        """Record a refusal, and return the caller's error. After ``MOST_REFUSALS`` in a row the device rests."""
         with self._store.writing() as db:
             assignment, device, federation = owned(db, assignment_id, device_id)
             if assignment.status != "open":
@@ -327,7 +327,7 @@ class Acceptance:
 
     @staticmethod
     def _settled(assignment: Assignment, digest: str) -> bool:
-        """Return True for the same update again. Raises DifferentUpdate, RoundClosed if it is settled otherwise."""
+        """Return True if the same update was already accepted. Raises DifferentUpdate or RoundClosed otherwise."""
         if assignment.status == "done":
             if assignment.update_sha256 == digest:
                 return True
@@ -419,7 +419,7 @@ def _events_of(changed: Mapping[str, Any]) -> Iterable[EventKind]:
 
 
 def _leaves_model(federation: Federation, assignment: Assignment) -> bool:
-    """Return whether the device holds a personal model after this assignment."""
+    """Return True if the device has a personal model after this assignment."""
     if assignment.kind in BUNDLE_KINDS:
         return load_method(federation.method).personal_models
     return assignment.kind not in (*JUDGING_KINDS, *ANSWERS)

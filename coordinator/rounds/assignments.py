@@ -1,6 +1,6 @@
 """Assignments of devices, and their state in the records.
 
-Statements of frequent calls are built once: SQLAlchemy takes longer to build one than SQLite to answer it.
+Statements of frequent calls are built once, because SQLAlchemy needs longer to build one than SQLite to execute it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ COHORT_KINDS = (Kind.train.value, Kind.personalise.value, Kind.prepare.value)
 """Kinds of work of a round's cohort, depending on the method."""
 
 BUNDLE_KINDS = (Kind.train.value, Kind.prepare.value)
-"""Kinds of work answered with values of the model."""
+"""Kinds of work whose answers have values of the model."""
 
 JUDGING_KINDS = tuple(kind.value for kind in JUDGING)
 """Kinds of work that evaluate models."""
 
 DAMAGED = "its stored update was damaged, and it sent no other in time"
-"""Return reason of an assignment whose acknowledged update was damaged and did not arrive again."""
+"""Reason for an assignment whose acknowledged update was damaged and did not arrive again."""
 
 UNCOUNTED = and_(Assignment.arrival.is_not(None), Assignment.counted_round.is_(None))
 """SQL for assignments whose update waits to count in a buffered round."""
@@ -97,7 +97,7 @@ def open_round(db: Session, federation: Federation) -> Round | None:
 
 
 class Drawable(NamedTuple):
-    """The columns of a device needed for drawing it and giving it work; there may be many devices."""
+    """The columns of a device that drawing and assigning need; a small record, because there may be many devices."""
 
     id: str
     name: str
@@ -108,7 +108,7 @@ class Drawable(NamedTuple):
 
 @dataclass(frozen=True)
 class Member:
-    """The columns of an assignment needed for moving its round."""
+    """The columns of an assignment that its round needs to advance."""
 
     id: str
     device_id: str
@@ -199,7 +199,7 @@ def extend_deadlines(db: Session, federation: Federation, now: float) -> None:
 
 
 def forget_adapted(db: Session, federation: Federation) -> None:
-    """Forget adapted models when a federation continues, since they are outdated."""
+    """Discard adapted models when a federation continues, since they are outdated."""
     if load_method(federation.method).personal_models:
         return
     db.execute(update(Device).where(Device.federation_id == federation.id).values(holds_model=False))
@@ -208,7 +208,7 @@ def forget_adapted(db: Session, federation: Federation) -> None:
 
 
 def touch(db: Session, federation_id: int, number: int) -> None:
-    """Mark the cached record of a round as stale after a new fact."""
+    """Invalidate the cached record of a round."""
     of_round = (Round.federation_id == federation_id, Round.number == number)
     db.execute(update(Round).where(*of_round).values(stale=True, facts=Round.facts + 1))
 
@@ -224,5 +224,5 @@ def assignment_of(key: str) -> str:
 
 
 def update_key(federation_id: int, assignment_id: str, digest: str) -> str:
-    """Return the key of an update. It contains the digest, so that only the recorded body is folded."""
+    """Return the key of an update, with its digest, so that only the recorded body is folded."""
     return f"{update_folder(federation_id)}/{assignment_id}.{digest}"

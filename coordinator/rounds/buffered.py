@@ -7,9 +7,9 @@ s(τ) = (1 + τ)^-a. ``buffer`` is K, ``staleness_exponent`` is a (0.5 in the pa
 that train at a time, Δ_k the difference from the device's base model, τ versions old. n_k are sample counts as in other
 rounds; the paper weighs all updates equally.
 
-A device trains at most once in a round; when it is done, another one starts. Updates count in the order of their
-acknowledgement: the first K in the open round, later ones in the next. The last round, and a round before a rollback
-or replacement, does not wait and takes all arrived updates.
+A device trains at most once in a round; when it has finished, another device starts. Updates count in the order of
+their acknowledgement: the first K in the open round, later ones in the next. The last round, and a round before a
+rollback or replacement, closes at once with all arrived updates.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .assignments import UNCOUNTED
 
 @dataclass(frozen=True)
 class Arrival:
-    """An acknowledged update that counts in no round yet."""
+    """An acknowledged update that is not yet part of a round."""
 
     number: int
     assignment_id: str
@@ -80,7 +80,7 @@ def arrivals(db: Session, federation: Federation, after: int = 0, most: int | No
 
 
 def count_in(db: Session, federation: Federation, number: int, last: int) -> None:
-    """Let all uncounted updates up to arrival ``last`` count in round ``number``."""
+    """Assign all uncounted updates up to arrival ``last`` to round ``number``."""
     counted = update(Assignment).where(
         Assignment.federation_id == federation.id,
         UNCOUNTED,
@@ -103,7 +103,7 @@ def staleness_weight(models_behind: int, exponent: float) -> float:
 def bring_forward(
     manifest: Manifest, values: Array, mask: Mask | None, began: Tensors, now: Tensors, weight: float
 ) -> NDArray[np.float32]:
-    """Return an update's values as if its device had begun from ``now``: float32 [count_values(manifest, mask)].
+    """Return an update's values relative to the model ``now``, float32 [count_values(manifest, mask)].
 
     Its difference from ``began``, times ``weight``, is added to the current values.
     """
@@ -114,14 +114,14 @@ def bring_forward(
 
 
 def goes_on(db: Session, federation: Federation) -> bool:
-    """Return whether the updates of training devices, or waiting updates, will count in the next round."""
+    """Return True if the updates of training devices, or waiting updates, will count in the next round."""
     if settings_of(federation).buffer is None:
         return False
     return bool(working(db, federation) or arrivals(db, federation, most=1))
 
 
 def is_final(federation: Federation, number: int) -> bool:
-    """Return whether a buffered round is the last one, which takes all arrived updates and does not wait."""
+    """Return True if a buffered round is the last one, which closes at once with all arrived updates."""
     stopped = federation.status == "stopped"
     last = settings_of(federation).rounds
     asked = federation.rollback_version is not None or federation.replacement is not None

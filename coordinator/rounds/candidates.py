@@ -29,7 +29,7 @@ ROUNDS_LOOKED_AT = 500
 """Number of past rounds that the choice of active ratios considers."""
 
 FEWEST_COUNTS = 3
-"""Reported sample counts that a cohort needs for a median of its own."""
+"""Number of reported sample counts from which on a cohort uses its own median."""
 
 ENROLLED = ("active", "stopped")
 """Statuses of devices that take part."""
@@ -75,7 +75,7 @@ def devices_of(db: Session, federation: Federation, statuses: Sequence[str]) -> 
 
 
 def situation_of(db: Session, models: Models, federation: Federation, number: int) -> Situation:
-    """Return the situation that the method sees when round ``number`` opens or closes."""
+    """Return the method's situation at the opening or closing of round ``number``."""
     which = {"federation_id": federation.id, "number": number}
     examples = [row[0] for row in db.execute(_EXAMPLES, which) for _ in range(row[1])]
     settings = settings_of(federation)
@@ -90,7 +90,7 @@ def situation_of(db: Session, models: Models, federation: Federation, number: in
 
 
 def drawable(db: Session, federation: Federation, now: float) -> list[Drawable]:
-    """Return the devices that can be drawn now: active, present, not resting, with enough budget."""
+    """Return the drawable devices: active, present, not resting, and with enough budget."""
     smallest = smallest_budget(federation)
     return [device for device in able(db, federation, now) if reaches(device.budget, smallest)]
 
@@ -106,7 +106,7 @@ def smallest_budget(federation: Federation) -> float:
 
 
 def reaches(budget: float, smallest: float) -> bool:
-    """Return whether a budget is large enough."""
+    """Return True if a budget is large enough."""
     return budget >= smallest - SLACK
 
 

@@ -1,4 +1,4 @@
-"""Removal of unreferenced blobs: updates of closed rounds, and files of killed processes.
+"""Removal of unreferenced blobs: updates of closed rounds, and files from killed processes.
 
 An update is needed from its acknowledgement until its round has closed; a global model while it is current, used by an
 open assignment, or kept by ``models.Retention``; a mask while a device holds it.
@@ -74,7 +74,7 @@ def models_in_use(db: Session, federation: Federation) -> set[int]:
 
 
 def clear_all(store: Store, models: Models) -> None:
-    """Remove the leftovers of killed processes in all federations, including deleted ones.
+    """Remove files from killed processes in all federations, including deleted ones.
 
     An error is logged, and affects neither other federations nor rounds.
     """

@@ -1,9 +1,9 @@
-"""The close of rounds: compute the next model from a round's sums, then store and record it.
+"""Closing of rounds: compute the next model from a round's sums, store it, and record it.
 
-First the new model's files are written, outside any transaction, because slow storage may take a minute. Then a short
+The new model's files are written first, outside any transaction, because slow storage may need a minute. Then a short
 transaction checks that the round is still open and records the model. After a crash between the two, the round closes
 again; files without a record are never served. If only the transaction fails, it is repeated with the same model, so
-noise is drawn once.
+that noise is drawn once.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Closing:
         self._made: dict[int, _Closing] = {}
 
     def is_made(self, federation: Federation, current: Round) -> bool:
-        """Return whether the open round has a result that is not recorded yet."""
+        """Return True if the open round has a result that is not recorded yet."""
         made = self._made.get(federation.id)
         return made is not None and (made.round, made.base) == (current.number, federation.model_version)
 
@@ -91,7 +91,7 @@ class Closing:
         self._made.pop(federation_id, None)
 
     def forget_all(self) -> None:
-        """Discard all unrecorded results: another process may have moved rounds."""
+        """Discard all unrecorded results, because another process may have advanced the rounds."""
         self._made.clear()
 
     def close(

@@ -1,4 +1,4 @@
-"""Upload costs and total bytes per device, which a device can report only after the upload."""
+"""Upload costs and total bytes per device, reported after the upload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..storage.tables import Assignment, Device
 from .assignments import touch
 
 MOST_OF_ONE = 16
-"""Costs kept per device, the latest ones: more than an honest device uploads in a round."""
+"""Number of latest costs kept per device, more than an honest device uploads in a round."""
 
 _DOWN = (
     update(cast(Table, Device.__table__))
@@ -43,7 +43,7 @@ _COST = (
 
 
 class UploadCosts:
-    """Upload costs, kept in memory until a round closes or a page is read: they need no separate transaction."""
+    """Upload costs, kept in memory until a round closes or a page is read, to save transactions."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

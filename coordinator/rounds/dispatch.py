@@ -31,14 +31,14 @@ from .skew import adjustment
 log = logging.getLogger(__name__)
 
 REST_SECONDS = 60.0
-"""Time for which a device that returned work is not drawn: the cause (heat, load, a diverging loss) takes time to pass,
-and a single device would otherwise return one round after another."""
+"""Time during which a device that returned work is not drawn. The cause (heat, load, a diverging loss) needs time to
+pass, and the only device of a federation would otherwise return one round after another."""
 
 REFUSED = "update-refused"
-"""The reason with which the SDK returns work after a refused update."""
+"""The SDK's reason for returning work after a refused update."""
 
 FEW = 20
-"""Number of waiting devices up to which each is looked up by itself."""
+"""Largest number of waiting devices that are looked up one by one."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Dispatch:
             raise RoundClosed(f"the assignment is {assignment.status}: its round no longer waits for it")
 
     def hand_back(self, assignment_id: str, device_id: str, reason: wire.PauseReason | str) -> None:
-        """Take an assignment back from a device that cannot do it; idempotent.
+        """Accept an assignment back from a device that cannot do it; idempotent.
 
         A device paused by its policy is absent until it asks for work again; others rest for ``REST_SECONDS``.
         """

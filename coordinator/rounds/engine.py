@@ -9,9 +9,9 @@
 
 Round 0 is the preparation of a model by one device, if the method needs it; it repeats until an update comes.
 
-Devices' calls only record facts, each in one transaction. ``advance`` acts on them, in one thread, after each fact and
-at every tick: it opens rounds, folds updates into running sums and closes rounds. Its transactions are refused if
-another process now moves the rounds (``storage.processes``).
+Devices' calls only record facts, each in one transaction. ``advance`` processes them, in one thread, after each fact
+and at every tick: it opens rounds, folds updates into running sums and closes rounds. Its transactions are refused if
+another process now advances the rounds (``storage.processes``).
 
 An update is on disk and in the records before it is acknowledged. The running sums are only in memory and are rebuilt
 after a restart. Updates are folded in the cohort's order (by device name), so the same updates give the same model bit
@@ -125,14 +125,14 @@ class Rounds:
                 extend_deadlines(db, federation, self._clock())
 
     def forget_sums(self) -> None:
-        """Discard the running sums, because another process may have moved rounds; stored updates restore them."""
+        """Discard the running sums, because another process may have advanced rounds; stored updates restore them."""
         with self._advancing:
             self._folding.clear()
             self._closing.forget_all()
             self._expiry.forget_all()
 
     def advance(self) -> bool:
-        """Act on recorded facts; return whether devices or observers may see a change."""
+        """Process recorded facts; return True if devices or observers may see a change."""
         moved = False
         with self._advancing:
             now = self._clock()
@@ -186,7 +186,7 @@ class Rounds:
             log.exception("federation %s is stuck; other federations continue; retrying", federation_id)
 
     def _step_whole(self, federation_id: int) -> Step:
-        """Do one step; if a stored update is damaged, request it again.
+        """Advance by one step; if a stored update is damaged, request it again.
 
         Raises Damaged for a damaged model: the federation waits until its operator has restored it.
         """
@@ -199,7 +199,7 @@ class Rounds:
             return Step.moved
 
     def step(self, federation_id: int) -> Step:
-        """Move one federation on by one step."""
+        """Advance one federation by one step."""
         with self._store.reading() as db:
             federation, current = db.execute(_FEDERATION_AND_ROUND, {"federation_id": federation_id}).one()
             cohort = cohort_of(db, federation, current.number) if current else []
@@ -295,7 +295,7 @@ class Rounds:
         return True
 
     def _ask_again(self, federation_id: int, key: str) -> bool:
-        """Reopen the assignment of a damaged update; return whether the key belongs to an update.
+        """Reopen the assignment of a damaged update; return True if the key belongs to an update.
 
         The device trains again if it asks before the deadline; else the round's record lists the update as left out.
         """

@@ -36,7 +36,7 @@ from .skew import adjustment
 def ask_for_evaluation(
     db: Session, federation: Federation, now: float, *, with_global: bool = False, last: bool = False
 ) -> bool:
-    """Request evaluations from present devices that do not rest; return whether any device is asked.
+    """Request evaluations from present devices that do not rest; return True if there are any.
 
     with_global: a sample also evaluates the global model. last: no round follows; implies ``with_global``, or requests
     the comparison if that comes first.

@@ -27,7 +27,7 @@ MOST_SAID = 10
 """Largest number of devices named in a log line."""
 
 GAP_SECONDS = 10.0
-"""Longest gap between two looks. After a longer one the process may have been suspended: silence counts from zero."""
+"""Longest gap between two searches. After a longer one, which may be a suspension, silence counts from zero."""
 
 
 class Expiry:
@@ -50,12 +50,12 @@ class Expiry:
         self._silent_seen: dict[int, float] = {}
 
     def begin_look(self, federation_ids: Collection[int], now: float) -> None:
-        """Begin a look at these federations; after a gap, silence counts from now."""
+        """Begin a search in these federations; after a gap, silence counts from now."""
         since = self._looking_since if now - self._looked_at <= GAP_SECONDS else {}
         self._looking_since = {each: since.get(each, now) for each in federation_ids}
 
     def end_look(self) -> None:
-        """End the look at all federations."""
+        """End the search in all federations."""
         self._looked_at = self._clock()
 
     def forget(self, federation_id: int) -> None:
@@ -83,7 +83,7 @@ class Expiry:
                         note_failure(db, device, assignment, why, now)
 
     def withdraw_silent(self, federation: Federation, current: Round | None) -> bool:
-        """Close the awaited work of devices that were silent for ``silence_seconds``; return whether there was any.
+        """Close the awaited work of devices that were silent for ``silence_seconds``; return True if there was any.
 
         Work that blocks no round stays open: adaptation, and work for everyone from an earlier round.
         """
@@ -129,7 +129,7 @@ class Expiry:
         return True
 
     def expire_late(self, federation_id: int) -> bool:
-        """Close late evaluations and, in buffered federations, late training; return whether there was any."""
+        """Close late evaluations and, in buffered federations, late training; return True if there was any."""
         now = self._clock()
         if now - self._late_seen.get(federation_id, -math.inf) < LOOK_SECONDS:
             return False

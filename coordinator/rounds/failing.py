@@ -1,4 +1,4 @@
-"""Failures of devices: their reasons, shown to operators until they are resolved.
+"""Failures of devices and their reasons, shown to operators until they are resolved.
 
 A failure is resolved when the device completes work of the same kind again. A failure of training lasts until an update
 is accepted, in a secure round until the phase in which it failed succeeds; evaluations do not end it. A failure of an
@@ -21,7 +21,7 @@ from .assignments import JUDGING_KINDS
 from .secure_state import PHASES
 
 MOST_REFUSALS = 3
-"""Refused updates in a row after which a device rests."""
+"""Number of refused updates in a row after which a device rests."""
 
 LONGEST_REASON = 500
 
@@ -29,12 +29,12 @@ _INTERRUPTED = "interrupted"
 
 
 def rests(device: Device, now: float) -> bool:
-    """Return whether a device rests after refused updates."""
+    """Return True if a device rests after refused updates."""
     return device.refusals >= MOST_REFUSALS and device.rest_until > now
 
 
 def note_failure(db: Session, device: Device, assignment: Assignment | None, reason: str, now: float) -> None:
-    """Record why a device failed, unless a failure that lasts longer is recorded. assignment: None without work.
+    """Record a device's failure, unless one that lasts longer is recorded. assignment: None without work.
 
     If a device fails again, for any reason, the time of its first failure is kept.
     """
@@ -57,7 +57,7 @@ def note_failure(db: Session, device: Device, assignment: Assignment | None, rea
 
 
 def recovers(device: Device, kind: str) -> bool:
-    """Return whether accepted work of this kind ends the device's failure."""
+    """Return True if accepted work of this kind ends the device's failure."""
     failure = device.failure
     if failure is None:
         return False

@@ -1,4 +1,4 @@
-"""The sums of an open round: clip updates, leave outliers out, fold the others in.
+"""The sums of an open round: clip updates, exclude outliers, and fold the others.
 
     update_clip     longest difference between an update and the sent values (2-norm); a longer one is scaled down
     relative_clip   the same limit as a multiple of the usual length (``lengths``)
@@ -50,7 +50,7 @@ from .secure import Ended
 log = logging.getLogger(__name__)
 
 FEWEST = 4
-"""Smallest number of updates among which outliers are searched for."""
+"""Smallest number of updates for a search for outliers."""
 
 LEAST_SPREAD = 0.05
 """Smallest MAD, as a fraction of the median."""
@@ -75,7 +75,7 @@ class DecodedUpdates:
 
     @property
     def has_room(self) -> bool:
-        """Return whether the cache is less than half full."""
+        """Return True if the cache is less than half full."""
         return self._bytes < DECODED_BYTES / 2
 
     def put(self, key: str, decoded: bundle.Bundle) -> None:
@@ -121,7 +121,7 @@ def values_of(manifest: Manifest, decoded: bundle.Bundle, sent: Tensors) -> NDAr
 
 
 def fault_of_update(manifest: Manifest, decoded: bundle.Bundle, sent: Tensors) -> str | None:
-    """Describe a value of an update that no model can hold; None if all values are valid."""
+    """Describe an invalid value of an update; None if all values are valid."""
     values = values_of(manifest, decoded, sent)
     # Only int8 differences can overflow: other values were checked when they were decoded.
     unfit = decoded.precision == "int8" and not _fits(values, "fp32")
@@ -148,7 +148,7 @@ def fault_of_model(model: GlobalModel, settings: FederationSettings) -> str | No
 
 
 def next_model(method: CoordinatorMethod, model: GlobalModel, sums: Sums, situation: Situation) -> GlobalModel | str:
-    """Return the next global model, or the reason why these sums give no valid one."""
+    """Return the next global model, or the reason why these sums do not give a valid one."""
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             made = method.aggregation.close(model, sums, situation)
@@ -166,7 +166,7 @@ def next_model(method: CoordinatorMethod, model: GlobalModel, sums: Sums, situat
 
 
 def _fits(values: Array, precision: bundle.Precision) -> bool:
-    """Return whether all values are finite in this precision."""
+    """Return True if all values are finite in this precision."""
     largest = bundle.LARGEST_VALUE[precision]
     # The minimum is NaN if any value is.
     return not values.size or bool(-largest <= values.min() and values.max() <= largest)
@@ -273,7 +273,7 @@ class Intake:
         self._measured.clear()
 
     def moves(self, drawn: int) -> bool:
-        """Return whether the round makes a new model."""
+        """Return True if the round makes a new model."""
         # It does if an update came; under noise also without one, because the number of updates is private.
         return bool(self.sums.updates) or (isinstance(self.sums, PrivateSums) and drawn > 0)
 
@@ -315,7 +315,7 @@ class Intake:
 
 
 def clips_relatively(settings: FederationSettings) -> bool:
-    """Return whether ``relative_clip`` applies."""
+    """Return True if ``relative_clip`` applies."""
     # It does not in secure rounds, which hide single updates; under noise, because an update's weight would depend on
     # other devices' data; and with a robust rule, which has its own bound.
     return settings.relative_clip > 0 and not (
@@ -391,7 +391,7 @@ class Folding:
         self._limits: dict[str, int | None] = {}
 
     def finish(self) -> None:
-        """Fold the measured updates after the last one has come."""
+        """Fold the measured updates after the last one has arrived."""
         self.intake.finish(self.position, lambda key: self._read(key)[0])
 
     def take_in_order(self, cohort: Sequence[Member]) -> None:

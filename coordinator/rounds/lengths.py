@@ -80,6 +80,6 @@ def kept(lengths: Sequence[float]) -> list[float]:
 
 
 def usual_before(db: Session, federation_id: int, number: int) -> float | None:
-    """Return the usual length before round ``number``; None if earlier rounds noted none."""
+    """Return the usual length before round ``number``; None if earlier rounds have no lengths."""
     rows = db.scalars(_LAST, {"federation_id": federation_id, "least": number - WINDOW, "most": number - 1})
     return usual(length for notes in rows for length in (notes or {}).get(LENGTHS, ()))

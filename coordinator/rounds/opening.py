@@ -1,4 +1,4 @@
-"""The opening of rounds: start federations, draw devices, assign work, and extend rounds that lack updates."""
+"""Opening of rounds: start federations, draw devices, assign work, and extend rounds with too few updates."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Opening:
     def extend(self, federation_id: int, number: int, *, late: bool) -> bool:
         """Restart a round's deadline and assign its work to one more device per missing update.
 
-        Return False if the deadline has not passed and no further device is free: one may still come.
+        Return False if the deadline has not passed and no further device is free, because one may still enrol.
         """
         if not late and not self._somebody_is_free(federation_id, number):
             return False
@@ -147,7 +147,7 @@ class Opening:
         return True
 
     def top_up(self, federation_id: int, number: int) -> bool:
-        """Assign a buffered round's work until a full cohort trains; return whether any device got work."""
+        """Assign a buffered round's work until a full cohort trains; return True if any device received work."""
         if not self._somebody_is_free(federation_id, number):
             return False
         with self._store.moving() as db:
@@ -160,7 +160,7 @@ class Opening:
             return bool(self._hand_out(db, federation, current, work, room, drawable(db, federation, self._clock())))
 
     def withdraw(self, db: Session, current: Round) -> None:
-        """Delete a preparation round without an answer, so that it opens again."""
+        """Delete an unanswered preparation round, so that it opens again."""
         # Devices that were not asked yet come first: a device that never answers must not be asked forever.
         of_round = (Assignment.federation_id == current.federation_id, Assignment.round == current.number)
         asked = db.scalars(select(Assignment.device_id).where(*of_round)).all()

@@ -17,7 +17,7 @@ from ..models.retention import Quality, noted
 from ..storage.tables import Assignment, Federation, Model, Round
 
 LOOK_BACK = 3
-"""Newest models that are judged again when a round closes: evaluations arrive after their round."""
+"""Number of newest models to reassess when a round closes, because evaluations arrive after their round."""
 
 
 def note_quality(db: Session, federation: Federation, models: Collection[Model]) -> None:
@@ -67,7 +67,7 @@ def quality_of(db: Session, federation: Federation, models: Collection[Model]) -
 
 
 def _under_masks(db: Session, federation: Federation, versions: Collection[int]) -> dict[int, Quality]:
-    """Return the quality from secure rounds, whose devices judge the global model that they received."""
+    """Return the quality from secure rounds, whose devices evaluate the received global model."""
     rounds = select(Round.base_version, Round.model_version, Round.notes).where(
         Round.federation_id == federation.id,
         Round.status == "closed",

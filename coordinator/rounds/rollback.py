@@ -1,11 +1,11 @@
 """Rollback to an older global model.
 
-The next round begins from it. Rounds whose models are discarded stay in the records, marked ``undone``. An open round
+The next round starts from it. Rounds whose models are discarded stay in the records, marked ``undone``. An open round
 closes first and is undone with the others.
 
-Devices need no notice: masks are sent as changes to the mask that the device reports, and a device with the model of an
-undone round gets the whole model. Personal models and parts do not change. A method with stages refuses a rollback that
-would break them.
+Devices are not notified: masks are sent as changes to the mask that the device reports, and a device with the model of
+an undone round receives the whole model. Personal models and parts do not change. A method with stages refuses a
+rollback that would break them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NEWEST = select(func.max(Round.model_version)).where(Round.federation_id == bin
 
 
 def ask(db: Session, federation: Federation, models: Models, version: int, now: float) -> None:
-    """Go back to ``version`` now, or after the open round has closed. Raises NotFound, WrongState."""
+    """Roll back to ``version`` now, or after the open round has closed. Raises NotFound, WrongState."""
     wanted = _kept(db, federation, models, version)
     method = load_method(federation.method)
     current = open_round(db, federation)
@@ -69,12 +69,12 @@ def carry_out(db: Session, federation: Federation, now: float) -> None:
 
 
 def pin(db: Session, federation: Federation, models: Models, version: int, until: float) -> None:
-    """Keep a model until this time at least, while an operator decides about it. Raises NotFound."""
+    """Keep a model at least until this time, while an operator decides about it. Raises NotFound."""
     _kept(db, federation, models, version).pinned_until = until
 
 
 def newest_version(db: Session, federation: Federation) -> int:
-    """Return the highest model version so far, undone ones included."""
+    """Return the highest model version so far, including undone ones."""
     return max(federation.model_version, db.scalar(_NEWEST, {"federation_id": federation.id}) or 0)
 
 
@@ -109,7 +109,7 @@ def _kept(db: Session, federation: Federation, models: Models, version: int) -> 
 
 
 def _made_of(db: Session, federation: Federation, version: int) -> set[int]:
-    """Return ``version`` and all models that it was trained from."""
+    """Return ``version`` and its ancestors."""
     bases: dict[int | None, int | None] = {}
     closed = select(Round.model_version, Round.base_version).where(
         Round.federation_id == federation.id, Round.status == "closed"

@@ -7,7 +7,7 @@ A round has five phases. In each, every remaining device gets an assignment:
     shares   shares of its secrets, sealed for neighbours   drops cells with too few devices
     train    a masked update                                sends the list of remaining devices
     agree    a signature of that list                       sends the signatures, if most devices signed
-    unmask   shares of remaining and vanished devices       opens the sum of each cell with enough devices
+    unmask   shares of remaining and lost devices           opens the sum of each cell with enough devices
 
 A phase ends when all devices have answered or returned the work, or at its deadline. The state is in ``Round.secure``
 and in the assignments' reports, which contain no device's secret.
@@ -49,11 +49,11 @@ log = logging.getLogger(__name__)
 
 
 WHY_NO_SUM = "secure_why"
-"""The note of a round with the reason why it, or one of its cells, has no sum."""
+"""Key of a round's note with the reason why the round, or a cell, has no sum."""
 
 
 def cell_size(settings: FederationSettings) -> int:
-    """Return the smallest cell of which enough devices remain if the fraction ``secure_dropouts`` vanishes."""
+    """Return the smallest cell that keeps enough devices if the share ``secure_dropouts`` drops out."""
     least = least_cell(settings.secure_colluders)
     size = least
     while size - math.floor(settings.secure_dropouts * size + 1e-9) < least:
@@ -122,7 +122,7 @@ class _Opened:
 
 
 class SecureRounds:
-    """Move secure rounds from phase to phase. expire: ``Expiry.expire``."""
+    """Advance secure rounds from phase to phase. expire: ``Expiry.expire``."""
 
     def __init__(self, store: Store, models: Models, clock: Callable[[], float], expire: Callable[..., None]) -> None:
         self._store = store
@@ -131,7 +131,7 @@ class SecureRounds:
         self._expire = expire
 
     def begin(self, db: Session, federation: Federation, current: Round, plan: Plan) -> None:
-        """Begin the first phase of a round whose ``keys`` assignments are new in this session."""
+        """Begin the first phase of a round whose ``keys`` assignments are new in this database session."""
         manifest = self._models.manifest(federation)
         model = self._models.sent_digest(federation)
         digest = round_digest(manifest, model, settings_of(federation), plan, current.number)
@@ -144,7 +144,7 @@ class SecureRounds:
                 assignment.deadline_at = self._clock() + settings_of(federation).secure_phase_seconds
 
     def advance(self, federation: Federation, current: Round) -> bool | Ended:
-        """End the current phase if it is over; return whether anything moved, or the end of the round."""
+        """End the current phase if it is complete; return True for a change, or the end of the round."""
         state = state_of(current)
         settings = settings_of(federation)
         phase = state.phase
@@ -337,7 +337,7 @@ class SecureRounds:
         return Ended(sums, {key: why for each in cells for key, why in each.lost.items()}, notes)
 
     def _open_cell(self, federation: Federation, state: SecureState, cell: CellState, answers: _Answers) -> _Opened:
-        """Open the sum of a cell, or give the reason why it stays closed."""
+        """Open the sum of a cell, or return the reason why this is impossible."""
         # Needs cryptography, an optional dependency.
         from sparrow.protocol.secure.opening import CannotOpen, open_sum
 

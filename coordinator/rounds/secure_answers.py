@@ -1,4 +1,4 @@
-"""Work sent to devices in a secure round, and the checks of their answers."""
+"""Work for devices in a secure round, and checks of their answers."""
 
 from __future__ import annotations
 

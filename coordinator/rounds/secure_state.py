@@ -64,7 +64,7 @@ def state_of(current: Round) -> SecureState:
 
 
 def state_for(db: Session, federation: Federation, assignment: Assignment) -> SecureState | None:
-    """Return the state of an assignment's round; None if that is not secure."""
+    """Return the state of an assignment's round; None if the round is not secure."""
     if not settings_of(federation).secure or assignment.kind not in PHASES:
         return None
     found = db.scalar(

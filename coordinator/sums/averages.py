@@ -6,8 +6,8 @@ Numerators are float64; memory is about one model in float64, for any cohort. Un
 same two neurons (a kernel's taps, the columns of a flattened channel) have the same senders, so one weight per pair
 suffices. Under a round's shared element mask one weight suffices for all.
 
-The last bits of float64 sums depend on the order, so the caller folds updates in the cohort's fixed order. A value
-without a sender keeps its old value.
+The last bits of float64 sums depend on the order, so the caller folds updates in the cohort's fixed order. Values that
+no device sent do not change.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class MaskedSums:
     Numerators have the order of packed values, so that a whole model is added in one step. Tensors between the same
     neurons (a layer's bias and norms) share their weights.
 
-    everybody: a value that a device did not send counts as the global model's with the device's weight, as in a mean of
+    everybody: a value that a device did not send counts as the global model's, weighted like the device, as in a mean of
     whole models. ``completed`` counts these values.
     """
 
@@ -174,7 +174,7 @@ class ElementSums:
 
     @property
     def alike(self) -> bool:
-        """Return whether all updates have the round's mask, so that ``packed`` equals ``totals``."""
+        """Return True if all updates have the round's mask, so that ``packed`` equals ``totals``."""
         return self.updates > 0 and not self._apart
 
     def packed(self) -> Iterator[tuple[TensorSpec, Block | Points, Sum]]:
@@ -240,7 +240,7 @@ class OneUpdate:
         self.updates = 0
 
     def fold_in_place(self, values: Array, mask: Mask | None, num_examples: int) -> None:
-        """Keep the update."""
+        """Store the update."""
         self.values = values
         self.mask = mask
         self.updates += 1

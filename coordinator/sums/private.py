@@ -8,7 +8,7 @@ arXiv:1710.06963, under these conditions:
 - Δ_c is the change of an update, 0 for values not sent; its 2-norm over the whole model is at most C. Every coordinate
   gets noise, so that the sent ones stay unknown. Updates have equal weights, because weights by examples would depend
   on data. m is the setting, not the number of updates.
-- A drawn cohort without any update gets noise, too: an unchanged model would reveal it.
+- A drawn cohort without any update gets noise, too, because an unchanged model would reveal it.
 - Each device is drawn independently by the hash of its name and the round, with probability cohort / enrolled. The draw
   does not depend on data or on other devices.
 - Cohorts are known, so no amplification by sampling is claimed: each round in which a device was drawn is one Gaussian

@@ -1,13 +1,13 @@
-"""Robust rules by coordinate, instead of a round's weighted mean, against a few malicious devices.
+"""Robust aggregation rules per coordinate, instead of a round's weighted mean, against a few malicious devices.
 
 Of n drawn devices up to f = max(1, floor(share n)) may be malicious: they send any values under any accepted mask, in
 collusion. f is a share of the drawn devices, not of a coordinate's senders or of the answers, because malicious devices
 can send every coordinate and are never late.
 
-    trimmed_mean   of a coordinate's values the f smallest and the f largest are left out, and the rest averaged
-    median         the middle value, or the mean of both     (both: Yin, Chen, Ramchandran, Bartlett, ICML 2018,
+    trimmed_mean   the mean of a coordinate's values without the f smallest and the f largest
+    median         the middle value, or mean of two          (both: Yin, Chen, Ramchandran, Bartlett, ICML 2018,
                                                               arXiv:1803.01498)
-    krum           of n updates the n - f whose n - f - 2 nearest others lie nearest are averaged (multi-Krum;
+    krum           the mean of the n - f updates that are closest to their n - f - 2 neighbours (multi-Krum;
                    Blanchard, El Mhamdi, Guerraoui, Stainer, NIPS 2017, arXiv:1703.02757)
 
 Before any rule, each value is clipped to its tensor's bound: its distance from the old model becomes at most the lower
@@ -52,7 +52,7 @@ from .averages import Sum, blocks_of
 Rule = Literal["trimmed_mean", "median", "krum"]
 
 FEWEST = 3
-"""Least number of senders of a moving coordinate: of two values, neither can be identified as malicious."""
+"""Smallest number of senders that change a coordinate: of two values, neither can be identified as malicious."""
 
 ACCIDENT = 1e-9
 """Tolerance for binary floats: 0.29 * 100 is 28.999999999999996."""
@@ -61,7 +61,7 @@ FAR = 1e100
 """Distance of an infinite value; its square is finite."""
 
 SMALLEST_SLICE = 2**20
-"""Least number of values read at a time."""
+"""Smallest number of values read at a time."""
 
 
 def malicious_of(share: float, drawn: int) -> int:
@@ -70,7 +70,7 @@ def malicious_of(share: float, drawn: int) -> int:
 
 
 def fewest(rule: Rule, share: float, drawn: int) -> int:
-    """Return the least number of updates, or senders of a coordinate, with which a rule moves it."""
+    """Return the smallest number of updates, or senders of a coordinate, with which a rule changes it."""
     return max(FEWEST, 2 * malicious_of(share, drawn) + (3 if rule == "krum" else 1))
 
 
@@ -167,7 +167,7 @@ class RobustSums:
         return np.nan_to_num(farthest[middle, np.arange(len(ends))], nan=0.0, posinf=np.inf), ends
 
     def _nearest(self, old: NDArray[np.float32]) -> NDArray[np.intp]:
-        """Return the sorted updates that multi-Krum keeps."""
+        """Return the indices of the updates that multi-Krum keeps, sorted."""
         count = self.updates
         malicious = self._malicious
         squares = np.zeros((count, count))

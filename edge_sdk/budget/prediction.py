@@ -36,7 +36,7 @@ TIMED_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a round: held before it, and peaks added by training, evaluation and models."""
+    """Bytes of a round: held before it, and the peaks added by training, evaluation and models."""
 
     held: int
     training: int
@@ -45,12 +45,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak of a round."""
+        """Peak bytes of a round."""
         return self.held + self.models + max(self.training, self.evaluation)
 
     @property
     def without_training(self) -> int:
-        """Bytes at the peak of an evaluation."""
+        """Peak bytes of an evaluation."""
         return self.held + self.models + self.evaluation
 
 
@@ -78,7 +78,7 @@ def predict_evaluation(rehearsal: Rehearsal) -> int:
 
 
 def held(device: str) -> int:
-    """Return the bytes that this process holds on ``device``, after releasing free ones."""
+    """Return the bytes that this process holds on ``device``, after releasing free memory."""
     if device == "cpu":
         memory.give_back()
         return memory.resident()
@@ -90,7 +90,7 @@ def held(device: str) -> int:
 
 
 def room(device: str) -> int:
-    """Return the bytes that this process may hold: held and free ones."""
+    """Return the bytes that this process may hold: its memory plus the free memory."""
     if device == "cpu":
         return held(device) + memory.available()
     import torch

@@ -79,7 +79,7 @@ class Prepared:
 
     @property
     def limited_by(self) -> BudgetLimit | None:
-        """Why a chosen budget is not larger."""
+        """The reason why a chosen budget is not larger."""
         return self.controller.choice.limited_by if self.controller else None
 
 

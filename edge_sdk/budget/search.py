@@ -1,8 +1,8 @@
 """The largest budget whose rounds fit into a device's memory and their deadline.
 
 Measured rounds correct the predictions and give the speed of the link. After each round the device chooses again: a
-smaller budget if the present one no longer fits or the device grew hot; a larger one in single steps, and only if the
-one after it would also fit, so that the device does not alternate.
+smaller budget if the current one no longer fits or the device became hot; the next larger one only if the one after it
+would also fit, so that the device does not alternate.
 """
 
 from __future__ import annotations
@@ -277,13 +277,13 @@ class BudgetController:
         return self.choice.budget
 
     def after_training(self, download: Phase, train: Phase) -> None:
-        """Learn from a round at the current budget, before its update is sent."""
+        """Update the corrections after a round at the current budget, before its update is sent."""
         self._trained = self.predictor.at(self.budget)
         self.learned = self.learned.after_training(self._trained, self._duty(), download, train)
         self._keep(self.learned)
 
     def after_upload(self, upload: Phase) -> None:
-        """Learn from sending the round's update."""
+        """Update the corrections after sending the round's update."""
         if self._trained is not None:
             self.learned = self.learned.after_upload(self._trained, upload)
             self._keep(self.learned)

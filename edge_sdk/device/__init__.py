@@ -1,1 +1,1 @@
-"""One device's conversation with a coordinator, and what it keeps."""
+"""One device's communication with a coordinator, and its stored state."""

@@ -96,7 +96,7 @@ def pause_of(answer: httpx.Response, usual: float) -> float:
 
 
 def passes(answer: httpx.Response) -> bool:
-    """Return whether the refusal is temporary."""
+    """Return True if the refusal is temporary."""
     return answer.status_code in (408, 429) or answer.status_code >= 500
 
 

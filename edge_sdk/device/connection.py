@@ -1,11 +1,11 @@
 """HTTP with the coordinator: retries, resumed transfers, counted bytes.
 
 Temporary errors (no connection, time-out, 408, 429, 5xx) are retried after Retry-After plus a random wait, whose bound
-doubles, so that a fleet does not return at once. Other refusals are raised by their problem type (``PROBLEMS``). Failed
+doubles, so that a fleet's calls are spread. Other refusals are raised by their problem type (``PROBLEMS``). Failed
 TLS handshakes are not retried. Interrupted downloads and large uploads resume.
 
-Answers are untrusted: they must be unencoded, bounded in size and faster than ``SLOWEST``; otherwise they count as no
-answer.
+Answers are untrusted: they must be unencoded, bounded in size and faster than ``SLOWEST``; other answers count as
+missing.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def token_of(*kinds: Literal["admin", "observer", "enrolment"]) -> str | None:
 class Connection:
     """Calls to one coordinator, the base URL of ``client``.
 
-    patience_seconds: wait for an answer before Unreachable is raised; None: no limit. first_seconds: the same for the
-    first answer, which a wrong address never gives; None: patience_seconds. on_wait: called with (reason, seconds)
+    patience_seconds: wait for an answer before Unreachable is raised; None: no limit. first_seconds: the same until the
+    first answer, in case the address is wrong; None: patience_seconds. on_wait: called with (reason, seconds)
     before each wait.
     """
 
@@ -348,9 +348,9 @@ class Connection:
         return NoCoordinator(answer.status_code, detail)
 
     def _blocked(self, answer: httpx.Response) -> bool:
-        """Return whether a server in between refuses this call, although the coordinator can be reached.
+        """Return True if a server in between refuses this call, although the coordinator can be reached.
 
-        If it cannot, as behind a captive portal, the refusal is temporary.
+        If the coordinator cannot be reached, as behind a captive portal, the refusal is temporary.
         """
         if is_problem(answer) or answer.status_code < 400:
             return False
@@ -361,7 +361,7 @@ class Connection:
             return False
 
     def _reason(self, error: Exception) -> str:
-        """Return why a call got no answer."""
+        """Return the reason why a call was not answered."""
         if self._known or self._through is not None:
             return tls.explain(error) or str(error) or type(error).__name__
         return tls.explain(error) or tls.hint(error, str(self._client.base_url))

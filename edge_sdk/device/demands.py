@@ -1,4 +1,4 @@
-"""Owner's demands on rounds, checked before a device sends anything of its model (docs/privacy.md).
+"""Demands of the device's owner on rounds, checked before the device sends values of its model (docs/privacy.md).
 
 Without them, a device trusts the coordinator's statements on secure rounds, colluders and participants.
 """
@@ -28,7 +28,7 @@ class SecureOnly:
     known: Mapping[str, str] | None = None
 
     def fault(self, work: SecureWork, name: str) -> str | None:
-        """Return why the device ``name`` refuses a round, or None."""
+        """Return the reason why the device ``name`` refuses a round, or None."""
         if work.colluders < self.colluders:
             return (
                 f"the round tolerates {work.colluders} colluders, this device demands {self.colluders} "

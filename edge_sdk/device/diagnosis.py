@@ -1,6 +1,6 @@
 """Likely causes of diverged training, in order: scale of the inputs, learning rate, clip.
 
-Only the device's user sees them. The coordinator receives only the failure's code (``protocol.failures``), because
+They are shown only to the device's user. The coordinator receives the failure's code (``protocol.failures``), because
 measurements of a device's data must not leave it.
 """
 

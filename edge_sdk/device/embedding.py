@@ -58,7 +58,7 @@ class DeviceProgress:
 
 
 class ProgressReporter:
-    """Passes the progress events of one device to ``call``, on the working thread."""
+    """Progress events of one device, passed to ``call`` on the working thread."""
 
     def __init__(self, call: Callable[[DeviceProgress], None]) -> None:
         self._call = call
@@ -67,7 +67,7 @@ class ProgressReporter:
         self._session: Session | None = None
 
     def begin(self, session: Session) -> None:
-        """Include this session's numbers from now on."""
+        """Include this session's numbers in later events."""
         self._session = session
         self.between()
 
@@ -119,7 +119,7 @@ class Settable(Protocol):
     """The reading half of a ``threading.Event``."""
 
     def is_set(self) -> bool:
-        """Return whether to stop."""
+        """Return True to stop."""
 
 
 # A BaseException, so that a task's code that catches every Exception does not swallow it.
@@ -143,7 +143,7 @@ class Stop:
 
     @property
     def possible(self) -> bool:
-        """Whether a request may still come."""
+        """Whether a request to stop is possible."""
         return self._ask is not None
 
     def check(self) -> None:

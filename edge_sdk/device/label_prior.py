@@ -115,12 +115,12 @@ class LabelPrior:
 
 
 def adjusts(job: Job) -> bool:
-    """Return whether a round adjusts outputs; with ``logit_adjustment_from``, its plan says so."""
+    """Return True if a round adjusts outputs; with ``logit_adjustment_from`` its plan decides."""
     return not job.assignment.settings.logit_adjustment_from or job.assignment.plan.get(ADJUSTS) is True
 
 
 def asks_for_labels(job: Job) -> bool:
-    """Return whether devices should report a sketch of their labels, because adjusting is still undecided."""
+    """Return True if devices should report a sketch of their labels, because the adjustment is undecided."""
     settings = job.assignment.settings
     return bool(settings.logit_adjustment and settings.logit_adjustment_from) and ADJUSTS not in job.assignment.plan
 

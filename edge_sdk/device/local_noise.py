@@ -7,9 +7,9 @@ whole update instead of one sample's gradient; the noise is the Gaussian mechani
 of a device's data, so the sensitivity is 2 C. Every sent update counts as one mechanism; epsilon is that of their
 composition.
 
-Noise comes from the operating system, never from the federation's seed. A repeated update comes from the outbox, byte
-for byte; a repeated round has sent nothing and draws new noise. A device with local noise withholds everything else
-that depends on its data, such as losses, except its number of samples.
+Noise comes from the operating system, never from the federation's seed. A repeated update is sent from the outbox, byte
+for byte; a repeated round has not sent an update yet and draws new noise. A device with local noise withholds all other
+data-dependent figures, such as losses, except its number of samples.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def add_compute(parser: argparse.ArgumentParser) -> None:
 def choose_compute(
     engine: EngineChoice, accelerator: str, threads: int | None, *, bfloat16: bool, deterministic: bool = False
 ) -> tuple[EngineChoice, Compute]:
-    """Return the engine, if it is known yet, and the compute.
+    """Return the engine, if already determined, and the compute.
 
     Raises CannotTrain if the engine's package is missing, BadArgument if the engine does not support the options.
     """
@@ -110,7 +110,7 @@ def open_torch(
 ) -> tuple[Prepared, Engine]:
     """Check model and data; return the prepared task and PyTorch's engine.
 
-    values: the federation's frozen values, and the initial ones of a device's own part. Raises BadArgument,
+    values: the federation's frozen values, and the initial values of a device's own part. Raises BadArgument,
     ManifestError, DoesNotFit.
     """
     # Imported here, because the other engine needs no PyTorch.
@@ -206,10 +206,10 @@ def fetch_graphs(
     frozen: Tensors | None = None,
     first: Tensors | None = None,
 ) -> tuple[Graphs, tuple[Needs, Needs]] | None:
-    """Return the checked graphs of a model's training step and evaluation, and their needs; None if unpublished.
+    """Return the checked graphs of training step and evaluation, with their memory and work; None if unpublished.
 
-    frozen, first: frozen values, and initial ones of a device's own part. Raises GraphError if a graph differs from the
-    manifest or is not allowed.
+    frozen, first: frozen values, and initial values of a device's own part. Raises GraphError if a graph differs from
+    the manifest or is not allowed.
     """
     if "step" not in manifest.graphs:
         return None

@@ -178,7 +178,7 @@ class Policy(BaseModel):
 
     @property
     def asks(self) -> bool:
-        """Whether it has any limit."""
+        """Whether the policy has any limit."""
         return self != Policy()
 
 

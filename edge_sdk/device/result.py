@@ -257,7 +257,7 @@ def report(result: Result, energy: str) -> str:
 
 
 def _form(export: Export) -> str:
-    """Return the form of the file, and the size of the dense one if that differs."""
+    """Return the form of the file, and the size of the dense file if it differs."""
     if not export.steps:
         return "dense"
     return f"{', '.join(export.steps)}; {export.dense_bytes:,} dense"

@@ -118,7 +118,7 @@ class SecureRound:
         return Hidden(masked[:count], masked[count:], device.state(kept, self._identity), clipped + beyond)
 
     def check_round(self, job: Job) -> None:
-        """Raise BadSecret unless a round's model, settings and plan are those that its devices signed."""
+        """Raise BadSecret unless a round's model, settings and plan match the digest that its devices signed."""
         received = job.received
         if received is None or not is_whole(job.manifest, received):
             raise BadSecret(
@@ -212,7 +212,7 @@ def check_alone(job: Job, update: Update) -> None:
 
 
 def _follows(job: Job, update: Update) -> bool:
-    """Return whether a mask follows from the assignment or the payload."""
+    """Return True if a mask follows from the assignment or the payload."""
     mask = update.mask
     if mask is None:
         return True

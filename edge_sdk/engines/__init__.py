@@ -1,4 +1,4 @@
-"""Engines train a model on a device: PyTorch, or ONNX Runtime, which runs the training step as a graph."""
+"""Training engines of a device: PyTorch, or ONNX Runtime, which runs the training step as a graph."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Engine(Protocol):
         teacher: Teacher | None = None,
         responsibilities: NDArray[Any] | None = None,
     ) -> tuple[float, NDArray[Any]]:
-        """Return loss and outputs [N, ...] of ``batches`` taken as one, in training mode; ``visit`` the gradients.
+        """Return loss and outputs [N, ...] of all ``batches`` together, in training mode; ``visit`` the gradients.
 
         moves: whether running statistics move. teacher: replaces or complements the targets. responsibilities [N, M]:
         gradients are of the mean over samples of Σ_m r_m times the loss of component m of a mixture.
@@ -97,7 +97,7 @@ class Engine(Protocol):
         """Return the task's loss of outputs [N, ...] for targets of a ``Batch``."""
 
     def scaled(self, scale: NDArray[np.float32]) -> Engine:
-        """Return an engine of this model whose loss is of outputs [N, C, ...] times ``scale`` [C] or []."""
+        """Return an engine of this model that computes the loss from outputs [N, C, ...] times ``scale`` [C] or []."""
 
     def twin(self) -> Engine:
         """Return an engine of a copy of the model."""
@@ -110,7 +110,7 @@ class Engine(Protocol):
 
 
 class Cut(Protocol):
-    """A narrow network, cut out of an engine's."""
+    """A narrow network of an engine's model."""
 
     @property
     def engine(self) -> Engine:

@@ -1,4 +1,4 @@
-"""Check that a device can afford a federation's graphs: by prediction, then by a trial."""
+"""Check that a federation's graphs fit a device's time and memory: by prediction, then by a trial."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from .speed import measured_speed
 # ONNX Runtime cannot be stopped within a node. So each node's predicted time per batch is limited (``MOST_SECONDS``),
 # and a step that was made to deceive the prediction is caught by a trial in a process with a deadline.
 SPARE = 64 * MIB
-"""Bytes beyond the free memory that are left to ``budget.preparation``, which measures and suggests a budget."""
+"""Bytes beyond the free memory that pass this check; ``budget.preparation`` measures them and suggests a budget."""
 MOST_BATCH_SECONDS = 300.0
 """Longest predicted time of a batch."""
 STARTING_SECONDS = 60.0
-"""Time for the trial's process to start and load the graph; small boards take ten."""
+"""Time limit for the trial's process to start and load the graph, seconds; small boards need ten."""
 OVER = 10
 """Factor on predicted time and memory of a trial."""
 BESIDE = 512 * MIB
-"""Bytes of the trial's process besides the predicted ones."""
+"""Bytes of the trial's process in addition to the prediction."""
 
 _tried: set[tuple[str, int]] = set()
 
 
 class TooCostly(GraphError):
-    """A graph takes more time or memory than this device has."""
+    """A graph needs more time or memory than this device has."""
 
     failure = Failure("bad-work/cost")
 
 
 def check_affordable(needs: tuple[Needs, Needs], manifest: Manifest, train: int, held_out: int, free: int) -> None:
-    """Raise TooCostly if a training step or an evaluation takes too long, or more memory than there is.
+    """Raise TooCostly if a training step or an evaluation takes too long or needs too much memory.
 
     train, held_out: samples per batch. free: bytes that training may add.
     """

@@ -196,7 +196,7 @@ class OnnxEngine:
         return self.network.loss(outputs, targets)
 
     def scaled(self, scale: NDArray[np.float32]) -> OnnxEngine:
-        """Return an engine of this model whose loss is of its outputs times ``scale``."""
+        """Return an engine of this model that computes the loss from its outputs times ``scale``."""
         return self._of(self.network.scaled(scale))
 
     def twin(self) -> OnnxEngine:
@@ -212,7 +212,7 @@ class OnnxEngine:
 
 
 def _known(inputs: Array, targets: Array, ignored: int | None) -> tuple[Array, Array]:
-    """Return the samples with a target that the loss counts; without one, the mean loss would be 0 / 0."""
+    """Return the samples whose target the loss counts; without any, the mean loss would be 0 / 0."""
     if ignored is None:
         return inputs, targets
     known = (targets.reshape(len(targets), -1) != ignored).any(axis=1)

@@ -15,7 +15,7 @@ from sparrow.protocol.neurons import Narrowing
 from .onnx import Index, Network, Sessions
 
 KEPT = 8
-"""Widths whose sessions are cached; the least recently used are dropped."""
+"""Number of widths with cached sessions; the least recently used are dropped."""
 
 
 class Narrow:

@@ -326,7 +326,7 @@ class Step:
     def run(
         self, inputs: Array, targets: Array, drawn: Mapping[str, Array] | None = None, *, moves: bool = True
     ) -> float:
-        """Return the loss of a batch; write ``gradients``, and move running statistics."""
+        """Return the loss of a batch; write ``gradients``, and update running statistics."""
         given = {"input": inputs, "target": targets, **(drawn or {})}
         for name, array in given.items():
             if name in self.inputs:
@@ -383,7 +383,7 @@ class Training:
         return self._step.draw(chance, count)
 
     def step(self, inputs: Array, targets: Array, drawn: Mapping[str, Array] | None = None) -> float:
-        """Take a step on a batch and return the loss before it; an infinite loss moves no weight."""
+        """Take a step on a batch and return the loss before it; an infinite loss changes no weight."""
         loss = self._step.run(inputs, targets, drawn)
         if not math.isfinite(loss):
             return loss
@@ -401,7 +401,7 @@ class Training:
         return loss
 
     def change(self, change: Change) -> None:
-        """Continue with other existing elements; the weights have changed already."""
+        """Continue with other existing elements, after the change of the weights."""
         for name, exists in change.elements.items():
             leaf = self._leaves.get(name)
             if leaf is None:

@@ -16,7 +16,7 @@ Array = NDArray[np.float32]
 
 # Pieces fit the cache, because memory passes over a large model cost as much as arithmetic.
 PIECE = 2**16
-"""Values per piece; with gradient and state they take a megabyte."""
+"""Number of values per piece; with gradient and state they need a megabyte."""
 
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
@@ -41,7 +41,7 @@ def rule_of(settings: FederationSettings, learning_rate: float) -> Rule:
 
 @dataclass
 class Optimiser:
-    """Moves ``weights`` (float32, C-contiguous) by their gradients, in place; the state starts at zero."""
+    """Update of ``weights`` (float32, C-contiguous) in place; the state starts at zero."""
 
     rule: Rule
     weights: Mapping[str, Array]

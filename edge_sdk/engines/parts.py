@@ -1,4 +1,4 @@
-"""Parts of a model that train: neurons of a mask or single elements.
+"""Trained parts of a model: neurons of a mask, or single elements.
 
 For a parameter that is frozen in part, the optimiser moves a *leaf*, an array of its active values.
 """

@@ -2,8 +2,8 @@
 
 A published step whose ``grad:NAME`` is not the gradient of its ``loss`` can leak samples: the product of a chosen row
 and the inputs copies a sample into a weight's update (Boenisch et al., arXiv:2112.02918; Fowl et al.,
-arXiv:2110.13057). So a device moves the parameters along random directions, and compares the change of the loss with
-the gradients' prediction. The check does not detect:
+arXiv:2110.13057). Therefore a device moves the parameters along random directions, and compares the change of the loss
+with the gradients' prediction. The check does not detect:
 
     a leak that is part of the loss itself
     a part of a gradient: below a twentieth of its parameter's gradient always, below a half sometimes
@@ -29,13 +29,13 @@ from sparrow.protocol.manifest import Tensors
 from .onnx import Array, Network
 
 SAMPLES = 8
-"""Most samples of the batch that are used."""
+"""Largest number of samples used of the batch."""
 DIRECTIONS = 8
-"""Random directions."""
+"""Number of random directions."""
 PILOTS = 2
-"""Directions that choose the widths."""
+"""Number of directions for the choice of widths."""
 WIDTHS = (2.5e-4, 6e-5, 1.5e-5, 4e-6)
-"""Widths of a step: the predicted change of the loss relative to the loss."""
+"""Widths of a step, as the predicted change of the loss relative to the loss."""
 LARGEST_STEP = 100.0
 """Largest step of a parameter at width 1, relative to the root mean square of its values."""
 SMALLEST_VALUES = 0.05
@@ -47,14 +47,14 @@ ROUNDING = 2.0**-24
 LARGE_TERMS = 0.1
 """Size of terms of a loss that cancel, such as those of a log-softmax, whose rounding a smaller loss has."""
 SUSPECTED = 1.25
-"""Ratio of error to doubt that makes parameters suspicious."""
+"""Ratio of error to uncertainty from which on parameters are suspicious."""
 CONFIRMED = 2.0
-"""Ratio of error to doubt that refuses a parameter. Honest gradients of the tested models, over five seeds, reached
-0.9."""
+"""Ratio of error to uncertainty from which on a parameter is refused. Honest gradients of the tested models reached
+0.9 over five seeds."""
 VISIBLE = 0.33
 """Half the median error of a wrong gradient, relative to its prediction: with more tolerance it could pass."""
 DIVISIONS = 2
-"""Number of bisections that a large tolerance causes."""
+"""Number of bisections if the tolerance is large."""
 SHARE_OF_ALL = 0.01
 """Accepted error of several parameters, as a share of the slope."""
 SHARE_OF_ONE = 0.05
@@ -88,7 +88,7 @@ class ImplausibleStep(GraphError):
 
 @dataclass(frozen=True)
 class Plausibility:
-    """The result of a check without a fault; ``judged`` is False if a wrong gradient could be hidden."""
+    """The result of a check without a fault; ``judged`` is False if it could miss a wrong gradient."""
 
     runs: int
     judged: bool
@@ -172,7 +172,7 @@ _UNSEEN = _Look(0.0, math.inf, math.inf, 0.0)
 # check is repeated at a random point beside the weights, which lies on no kink, and then for halves and quarters of the
 # parameters.
 class _Probe:
-    """A copy of a network that moves around a point."""
+    """A copy of a network for evaluations around a point."""
 
     def __init__(self, network: Network, inputs: Array, targets: Array, chance: np.random.Generator) -> None:
         self._twin = network.twin()
@@ -187,7 +187,7 @@ class _Probe:
         self._norms: dict[str, float] = {}
 
     def stand(self, base: Mapping[str, Array], *, kinks: bool) -> bool:
-        """Move to a point; return whether loss and gradients are finite. kinks: whether it may lie on some."""
+        """Move to a point; return True if loss and gradients are finite. kinks: whether the point may be on a kink."""
         self._base = base
         self._kinks = kinks
         self._twin.load(base)
@@ -198,7 +198,7 @@ class _Probe:
         return math.isfinite(self._loss) and all(map(math.isfinite, self._norms.values()))
 
     def judge(self, divisions: int = 0) -> bool:
-        """Return whether a wrong gradient would be detected. Raises ImplausibleStep."""
+        """Return True if a wrong gradient would be detected. Raises ImplausibleStep."""
         return not self._moving or self._judge(self._moving, divisions)
 
     def _judge(self, names: Sequence[str], divisions: int) -> bool:

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 # and on half of a batch, and memory grows linearly with further samples. From 5 MiB on, predictions were 0.89 to 1.22
 # of measured values (five built-in models, batches of 32 and 128, budgets of 0.4 and 1; table in docs/budget.md).
 LEAST = 8
-"""Smallest size of the larger measured batch, unless half of the wanted batch is more."""
+"""Smallest size of the larger measured batch, unless half of the requested batch is larger."""
 TRIES = 2
-"""Measurements per batch; the largest counts, because reuse of free memory is not visible as growth."""
+"""Number of measurements per batch; the largest counts, because reused free memory is not measured."""
 
 
 class Unpredictable(SdkError):
-    """The measured trainings differ in their use of memory."""
+    """The measured runs differ in their use of memory."""
 
     exit_code: ClassVar[Exit] = Exit.FAILED
 
@@ -79,10 +79,10 @@ class Rehearsal(ABC):
     @property
     @abstractmethod
     def threads(self) -> int:
-        """Most threads that are worth trying."""
+        """Largest number of threads to try."""
 
     def formats(self, compute: Compute) -> list[Compute]:
-        """Return other memory formats that are worth trying with ``compute``."""
+        """Return other memory formats to try with ``compute``."""
         return []
 
     @property
@@ -207,7 +207,7 @@ class OnnxRehearsal(Rehearsal):
 
     @property
     def threads(self) -> int:
-        """Processors that this process may use."""
+        """Number of processors that this process may use."""
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     @staticmethod
@@ -232,7 +232,7 @@ class Effort(Protocol):
 
 
 class MaskedEffort:
-    """Training of the active neurons of ``mask``, of ``models`` models in turn."""
+    """Training of the active neurons of ``mask``, for ``models`` models in turn."""
 
     def __init__(self, rehearsal: Rehearsal, mask: NeuronMask | None, *, models: int = 1) -> None:
         self._rehearsal = rehearsal
@@ -241,7 +241,7 @@ class MaskedEffort:
         self.values = count_values(rehearsal.manifest, mask)
 
     def train(self, steps: int, samples: int | None = None) -> list[float]:
-        """Take steps of one model; the seconds count for all models."""
+        """Take steps with one model; return the seconds multiplied by the number of models."""
         taken = self._rehearsal.train(steps, mask=self._mask, samples=samples)
         return [self._models * seconds for seconds in taken]
 
@@ -250,5 +250,5 @@ class MaskedEffort:
         return self._models * self._rehearsal.flops(self._rehearsal.samples, self._mask)
 
     def judge(self, samples: int) -> None:
-        """Evaluate the whole model, frozen neurons included."""
+        """Evaluate the whole model, including frozen neurons."""
         self._rehearsal.evaluate(samples)

@@ -1,4 +1,4 @@
-"""Local training with any engine: the part that trains, changes between steps, results and errors."""
+"""Local training with any engine: trained parts, changes between steps, results and errors."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def count_steps(settings: FederationSettings, batches: Batches) -> int:
 
 
 def weight_of(targets: Any, ignored: int | None) -> float:
-    """Return the number of samples in a batch's mean loss; one with several targets counts by its known share."""
+    """Return the number of samples in a batch's mean loss; a sample with several targets counts by its known share."""
     if ignored is None:
         return len(targets)
     known = int((targets != ignored).sum())

@@ -1,7 +1,7 @@
-"""One device's conversation with its coordinator.
+"""One device's communication with its coordinator.
 
-Each module builds on the one before: ``identity`` holds the place in the federation; ``learning`` model, data, engine;
-``judging`` the personal model; ``sending`` the outbox; ``work`` the assignments; ``steps`` the conversation.
+Each module builds on the previous one: ``identity`` has name, keys and token; ``learning`` model, data and engine;
+``judging`` the personal model; ``sending`` the outbox; ``work`` the assignments; ``steps`` the loop of calls.
 """
 
 from .options import Known as Known

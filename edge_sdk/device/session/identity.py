@@ -1,7 +1,7 @@
 """A device's place in its federation: name, keys and token.
 
-A new token is stored before its first use, so that the disk always has a valid one. The old token is stored until then,
-because a coordinator restored from a backup may know only that.
+A new token is stored before its first use, so that the disk always has a valid one. The old token is kept until then,
+because a coordinator restored from a backup may have only the old one.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Identified:
 
     @contextmanager
     def _briefly(self, what: str) -> Iterator[None]:
-        """Context manager: a report that must not delay the end of a device. what: its subject, for the log."""
+        """Context manager: limit the time of a report at the end of a device. what: its subject, for the log."""
         before = self.transport.patience_seconds
         self.transport.patience_seconds = BRIEFLY
         try:
@@ -120,7 +120,7 @@ class Identified:
 
     @contextmanager
     def _reporting_why_not(self) -> Iterator[None]:
-        """Context manager: report an error of the device itself, so that the operator sees why it does not join."""
+        """Context manager: report the device's own errors, so that the operator sees why it does not join."""
         try:
             yield
         except (Refused, Unreachable):

@@ -190,7 +190,7 @@ class Judging(Learning):
         return Ending(flops)
 
     def _take_by_evidence(self, job: Job) -> Ending:
-        """Keep the candidate preferred by all devices' validation data, and report all candidates on held-out data."""
+        """Keep the candidate chosen by all devices' validation data, and report all candidates on held-out data."""
         candidates = Candidates.of(self._method, job)
         pool = Pool.from_plan(job.assignment.plan)
         evidence = candidates.evidence(self.engine, self.task.validation)

@@ -1,4 +1,4 @@
-"""Options of a session, and the facts of a federation that it needs."""
+"""Options of a session, and a federation's description for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Known:
-    """The facts of a federation that a device needs to enrol; a fleet fetches them once."""
+    """A federation's description for enrolment; a fleet fetches it once."""
 
     info: FederationInfo
     manifest: Manifest
@@ -47,7 +47,7 @@ class Known:
 
     @classmethod
     def of(cls, transport: Transport, federation: str) -> Known:
-        """Fetch them from the coordinator."""
+        """Fetch the description from the coordinator."""
         info = transport.federation(federation)
         manifest = transport.manifest(federation)
         trust = Trust(federation, Demands())

@@ -1,4 +1,4 @@
-"""Storing and sending of results: masks, the outbox, and their costs."""
+"""Storage and sending of results: masks, the outbox, and their costs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_mask(folder: StateFolder, manifest: Manifest) -> ElementMask | NeuronMa
 
 
 class Sending(Judging):
-    """A device that stores results until the coordinator has them."""
+    """A device that stores results until the coordinator has accepted them."""
 
     def __init__(self, device: Device, options: SessionOptions) -> None:
         super().__init__(device, options)
@@ -154,7 +154,7 @@ class Sending(Judging):
             self.folder.save(self.manifest, self.personal, self.progress, feedback=owed)
 
     def _say_what_stays(self, pending: Pending) -> None:
-        """Report that this device holds a model, which the coordinator cannot infer without an update."""
+        """Report this device's model, which the coordinator cannot infer without an update."""
         holds = pending.kind in (Kind.train, Kind.personalise) and self.personal is not None
         # The coordinator may have marked a late device absent.
         self._tell(ChangeDevice(holds_model=True if holds else None, conditions=Conditions()))

@@ -1,4 +1,4 @@
-"""One device's conversation with its coordinator: enrol, ask, download, train, upload, and resume after any crash.
+"""One device's work for its coordinator: enrol, ask, download, train, upload, and resume after any crash.
 
 ``join`` calls ``Session.step`` in a loop; a fleet calls it for many devices in turn. After a crash during a step:
 
@@ -148,7 +148,7 @@ class Session(Working):
         self.transport.token = enrolled.token
 
     def _data_warnings(self) -> tuple[str, ...]:
-        """Return warnings about data unlike the publisher's; empty in secure federations and with local noise."""
+        """Return warnings about data unlike the publisher's; empty if rounds are secure or have local noise."""
         if self.info.settings.secure or self._options.local_noise is not None:
             return ()
         return tuple(there for _, there in self.differences)

@@ -176,7 +176,7 @@ class Working(Sending):
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost, feedback)
 
     def _check_training(self, job: Job) -> None:
-        """Raise ProtocolError for a round that would reveal more than was agreed."""
+        """Raise ProtocolError for a round that would reveal more than the agreed settings."""
         assignment = job.assignment
         secure = assignment.settings.secure
         if self._options.demands.secure is not None and not (secure and assignment.kind is Kind.train):
@@ -198,7 +198,7 @@ class Working(Sending):
             self.trust.check_first_weights(whole_model(self.manifest, job.received))
 
     def _begins_as_published(self, job: Job) -> bool:
-        """Return whether the first round's payload must be exactly the published model."""
+        """Return True if the first round's payload must be exactly the published model."""
         received = job.received
         settings = job.assignment.settings
         exact = settings.precision_of("down", job.assignment.kind) == "fp32"
