@@ -1,4 +1,4 @@
-"""Permissions of callers, whom ``api.middleware.authentication`` has identified.
+"""Permissions of callers that ``api.middleware.authentication`` has identified.
 
 If no token of a kind is set, calls of this kind need no token. Calls of administrators and observers must then use a
 host name of this coordinator (``calls.hosts``), which excludes DNS rebinding by web pages. Enrolment has no such
@@ -75,7 +75,7 @@ async def token_maker(identity: TheIdentity) -> Holder:
     """Return the calling administrator. Raises NotAuthenticated, WrongHost; NotAllowed without an admin token, also if
     none exists.
 
-    If everybody could make the first token of a kind, anyone on the network could lock the operator out.
+    If the first token of a kind needed no admin token, anyone on the network could lock the operator out.
     """
     check_admin(identity)
     if not makes_tokens(identity):
@@ -88,12 +88,12 @@ async def token_maker(identity: TheIdentity) -> Holder:
 
 
 def makes_tokens(identity: Identity) -> bool:
-    """Return whether the caller has an admin token."""
+    """Return True if the caller has an admin token."""
     return isinstance(identity.caller, Holder) and identity.caller.kind == "admin"
 
 
 def is_admin(identity: Identity) -> bool:
-    """Return whether the caller is an administrator."""
+    """Return True if the caller is an administrator."""
     try:
         check_admin(identity)
     except (NotAuthenticated, WrongHost):
@@ -102,7 +102,7 @@ def is_admin(identity: Identity) -> bool:
 
 
 def may_look(identity: Identity) -> bool:
-    """Return whether the caller is an observer of any federation, or an administrator. Raises WrongHost."""
+    """Return True if the caller is an observer of any federation, or an administrator. Raises WrongHost."""
     try:
         check_observer(identity, own_federation(identity))
     except NotAuthenticated:

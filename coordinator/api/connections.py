@@ -1,4 +1,4 @@
-"""Limits of uvicorn's HTTP protocol, so that no caller takes unlimited memory or descriptors.
+"""Limits of uvicorn's HTTP protocol, so that no caller can use unlimited memory or descriptors.
 
     heads           size, number of headers, length of the URL (431), and the time until a head is complete; trailers
                     and chunk extensions count like headers
@@ -57,22 +57,22 @@ HEAD_BYTES = 32 * 1024
 HEADERS = 100
 URL_BYTES = 8 * 1024
 LAST_LOOK_SECONDS = 0.001
-"""From the end of an idle connection's time to its close: one turn of the event loop, in which it reads."""
+"""Delay of the close of an idle connection, seconds: one turn of the event loop, in which arrived data are read."""
 PIPELINED = 1
-"""Requests of a connection that may wait for an earlier answer."""
+"""Number of a connection's requests that may wait for an earlier answer."""
 
 PIECE_BYTES = 16 * 1024
-"""Bytes of a head that the parser gets at a time; the limits are checked in between."""
+"""Bytes of a head that the parser receives at a time; the limits are checked in between."""
 
 DEVICE_CONNECTIONS = 8
-"""Connections that count for a device; further ones count for their address."""
+"""Number of connections that count for a device; further ones count for their address."""
 
 CONNECTIONS_PER_SECOND = 20.0
 """New connections of one address; 10 s' worth may come at once. Without this limit, a caller that abandons thousands of
 connections delays all others."""
 
 RESERVED_FILES = 192
-"""Descriptors kept for records, models, parts of updates and threads."""
+"""File descriptors reserved for records, models, parts of updates and threads."""
 SPARE = 32
 """Connections beyond a limit that are kept briefly, to answer ``/healthz`` and refuse everything else."""
 SPARE_OF_ONE = 4
@@ -145,7 +145,7 @@ class Limits:
         return often or self.by_caller[address] >= self.of_address
 
     def _may_spare(self, address: str) -> bool:
-        """Return whether a connection beyond a limit may be kept briefly, and count it for its rate."""
+        """Return True if a connection beyond a limit may be kept briefly, and count it for its rate."""
         enough = self.spare.total() >= SPARE or self.spare[address] >= SPARE_OF_ONE
         return not enough and (not address or self._spare_rate.take(address) == 0)
 
@@ -176,7 +176,7 @@ class Place:
                 self._count(key)
 
     def leave(self) -> None:
-        """Stop counting the connection."""
+        """Remove the connection from the count."""
         self._limits.open -= 1
         if self.refusal is not None:
             _less(self._limits.spare, self._address or "")
@@ -423,7 +423,7 @@ class LimitedConnection(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_SECONDS, close)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Note which request is being answered: uvicorn's ``cycle`` is the latest request."""
+        """Record the request that is being answered, because uvicorn's ``cycle`` is the latest request."""
         self._answering = cycle
         super()._start_asgi_task(cycle, app)
 
@@ -470,7 +470,7 @@ class LimitedConnection(HttpToolsProtocol):
         return answering.response_started
 
     def resume_writing(self) -> None:
-        """Note that the caller reads."""
+        """Record that the caller reads."""
         self._resumed = True
         super().resume_writing()
 

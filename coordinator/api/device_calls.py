@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1", tags=["devices"])
 
 LARGEST_BROUGHT = 256 * 1024
-"""Largest payload, in bytes, sent with its assignment: such a download cannot resume."""
+"""Largest payload sent with its assignment, in bytes, because such a download cannot resume."""
 JSON = "application/json"
 
 
@@ -142,7 +142,7 @@ async def put_update(
     """Send an update: a bundle for ``train``, JSON for other kinds; with ``Content-Range``, a part of it, or the rest
     of a broken upload.
 
-    A caller that accepts it gets its next work, if there is any, as from ``get_assignment``.
+    A caller that accepts it receives its next work, if there is any, as from ``get_assignment``.
     """
     coordinator = coordinator_of(request)
     _note_upload_cost(coordinator, device.device_id, upload_cost)

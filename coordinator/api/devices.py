@@ -97,7 +97,7 @@ def get_device(
 
 
 async def _itself(device_id: str, identity: TheIdentity) -> bool:
-    """Return whether the device itself is calling; any other caller must be an admin. Raises NotAuthenticated."""
+    """Return True if the device itself is calling; other callers must be admins. Raises NotAuthenticated."""
     # An invalid token is refused even if the call needs none, so that its holder notices.
     if isinstance(identity.caller, Caller) and identity.caller.device_id == device_id:
         return True

@@ -14,14 +14,14 @@ from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 
 SMALLEST = 1400
-"""Shorter answers, in bytes, fit one packet uncompressed."""
+"""Length from which on answers are compressed, in bytes; shorter ones fit one packet."""
 
 LEVEL = 5
 HEADERS = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
 
 
 def takes_gzip(request: Request) -> bool:
-    """Return whether the caller accepts gzip."""
+    """Return True if the caller accepts gzip."""
     return "gzip" in request.headers.get("accept-encoding", "").lower()
 
 

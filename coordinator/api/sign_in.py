@@ -1,4 +1,4 @@
-"""Sign-in to the pages: a form takes a token, and a cookie keeps a session in its place.
+"""Sign-in to the pages: a form accepts a token, and a cookie stores a session instead of it.
 
 The cookie is not sent on behalf of another site, and no script can read it. Browsers send cookies to all ports of a
 machine. Its name has the port, so that two coordinators do not overwrite each other's; programs on other ports can see
@@ -25,7 +25,7 @@ from ..fleet.access import Holder
 from .headers import header
 
 LONGEST_FORM = 4096
-"""Bytes of a token, a federation's name and a page's name."""
+"""Longest form, in bytes: a token, a federation's name and a page's name."""
 
 PAGES = ("/", "/docs", "/sign-in", "/sign-out")
 """Pages that need no token or redirect to the form."""

@@ -49,7 +49,7 @@ async def revoke_token(
     maker: TokenMaker,
     made: Annotated[bool, Query(description="Also revoke the tokens made with it, and those made with them")] = False,
 ) -> RevokedTokens:
-    """Revoke a token for good."""
+    """Revoke a token permanently."""
     revoked = await coordinator.writers.run(coordinator.issuing.revoke, token_id, maker, made=made)
     coordinator.fact_recorded()
     return RevokedTokens(revoked=revoked)

@@ -1,7 +1,7 @@
-"""Limits per caller: calls at a time, and calls per second by a bounded number of token buckets.
+"""Limits per caller: simultaneous calls, and calls per second with a bounded number of token buckets.
 
-The library ``limits`` has windows instead of buckets and keeps each caller until its window ends, so a caller with many
-addresses could take unlimited memory.
+The library ``limits`` has windows instead of buckets and keeps each caller until its window ends, so that a caller with
+many addresses could use unlimited memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RateLimit:
         self._full_at: OrderedDict[str, float] = OrderedDict()
 
     def take(self, key: str, cost: float = 1.0) -> float:
-        """Take ``cost`` calls from the bucket and return 0, or leave it and return the seconds until it holds them."""
+        """Take ``cost`` calls from the bucket and return 0, or return the seconds until it has them."""
         now = self._clock()
         full_at = max(self._full_at.get(key, now), now) + cost * self._seconds_per_call
         wait = full_at - now - max(BURST_SECONDS, cost * self._seconds_per_call)
@@ -90,7 +90,7 @@ class AtOnce:
 class Turns:
     """Limit of the calls that each caller begins per turn of the event loop; others begin in later turns, in order.
 
-    Everything else waits for a whole turn, so sixty cheap calls at once would delay it by 0.1 s. Not thread-safe.
+    All other work waits for a whole turn, so sixty cheap calls at once would delay it by 0.1 s. Not thread-safe.
     """
 
     def __init__(self, most: int = 4) -> None:

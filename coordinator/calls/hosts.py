@@ -29,7 +29,7 @@ class Hosts:
         threading.Thread(target=lambda: self._names.add(_plain(socket.getfqdn())), daemon=True).start()
 
     def include(self, host: str | None, server: str | None = None) -> bool:
-        """Return whether a call with this ``Host`` was meant for this coordinator; browsers always send one.
+        """Return True if ``host`` is a name of this coordinator; browsers always send a host.
 
         server: the name under which the server was called, if it is known without a network.
         """

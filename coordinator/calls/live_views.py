@@ -1,4 +1,4 @@
-"""Overviews of a federation, computed once for all of its open pages."""
+"""Overviews of federations, computed once for all open pages of a federation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARE_OF_TIME = 0.05
 
 @dataclass(frozen=True)
 class _Look:
-    """The overview of one moment."""
+    """An overview at one point in time."""
 
     overview: Overview
     # Set when anything was recorded since.
@@ -43,9 +43,9 @@ class LiveView:
         self._turn = asyncio.Lock()
 
     async def after(self, had: Overview | None) -> Overview | None:
-        """Return the next overview after ``had``: when anything was recorded, or after some seconds.
+        """Return the next overview after ``had``: after the next recorded fact, or after some seconds.
 
-        With None, return one at once. Returns None when the process stops. Raises Unavailable.
+        With None, return an overview at once. Returns None when the process stops. Raises Unavailable.
         """
         loop = asyncio.get_running_loop()
         while not self._views.closing():

@@ -2,9 +2,9 @@
 
     POST /v1/federations/from-model     Sparrow-Body-SHA256: D, Content-Range: bytes FIRST-LAST/TOTAL
 
-Each part but the last is answered with 202 and the number of bytes received; the last one is answered as the whole body
-would be. A part may be sent again. Parts are files named by digest in a folder that all processes of a machine share;
-they are removed an hour after their last byte.
+Each part except the last is answered with 202 and the number of bytes received; the last one is answered like the whole
+body. A part may be sent again. Parts are files named by digest in a folder that all processes of a machine share; they
+are removed an hour after their last byte.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .bodies import read_body
 DIGEST_HEADER = "Sparrow-Body-SHA256"
 KEEP_SECONDS = 3600.0
 AT_ONCE = 8
-"""Most bodies that are incomplete at a time."""
+"""Largest number of incomplete bodies."""
 
 
 class Parts:

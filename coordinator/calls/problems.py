@@ -58,7 +58,7 @@ STATUS: dict[type[Exception], int] = {
 
 
 def install(app: FastAPI) -> None:
-    """Answer errors of the coordinator and the framework, and unexpected ones, with problem documents."""
+    """Answer errors of the coordinator and the framework, and unexpected errors, with problem documents."""
     for kind in (*STATUS, HTTPException):
         app.add_exception_handler(kind, _known)
     app.add_exception_handler(RequestValidationError, _invalid_request)

@@ -16,7 +16,7 @@ Holds = tuple[str | None, str | None]
 class Signal:
     """Wake every coroutine that waits for it.
 
-    A waiter takes ``next()`` before it reads the records and then awaits that event, so that it misses nothing recorded
+    A waiter takes ``next()`` before it reads the records and then awaits this event, so that it misses no fact recorded
     in between.
 
     ``send`` may be called from any thread and from a signal handler, ``next`` only in the event loop. A signal needs no
@@ -72,7 +72,7 @@ class LongPoll:
             moved.cancel()
 
     def end(self) -> None:
-        """End it."""
+        """End the waiting call."""
         self.over = True
         if self._gone is not None:
             self._gone.cancel()
@@ -86,7 +86,7 @@ class LongPoll:
 
 
 class LongPolls:
-    """Waiting calls, one per caller: a newer one ends the former, whose connection may be broken."""
+    """Waiting calls, one per caller: a newer call ends the former one, whose connection may be broken."""
 
     def __init__(self) -> None:
         self._newest: dict[str, LongPoll] = {}
@@ -108,7 +108,7 @@ class LongPolls:
 
 
 class FoundNothing:
-    """Devices whose last update was answered without work: until a round advances, their next call needs no look-up."""
+    """Devices whose last update was answered without work. Their next call needs no look-up until a round advances."""
 
     MOST = 10_000
 
@@ -116,15 +116,15 @@ class FoundNothing:
         self._at: OrderedDict[str, tuple[int, Holds]] = OrderedDict()
 
     def note(self, device_id: str, moves: int, holding: Holds) -> None:
-        """Note that a device was answered without work. moves: the number of moves at that time."""
+        """Note that a device was answered without work. moves: the number of changes of rounds at that time."""
         self._at[device_id] = (moves, holding)
         if len(self._at) > self.MOST:
             self._at.popitem(last=False)
 
     def holds(self, device_id: str, moves: int, holding: Holds) -> bool:
-        """Return whether this still holds, and forget it."""
+        """Return True if the device still has no work, and remove the note."""
         return self._at.pop(device_id, None) == (moves, holding)
 
     def forget(self, device_id: str) -> None:
-        """Forget a device that has changed since."""
+        """Remove the note of a device that has changed."""
         self._at.pop(device_id, None)

@@ -1,8 +1,8 @@
 """Limited use of the server's threads, and batches of frequent calls in a separate thread.
 
 Handlers run in the server's 40 threads. If writes are slow, because another program has locked the records or a disk
-hangs, calls that write would soon occupy all of them, and reads would fail as well. So only a few write at a time. The
-others wait without a thread while writes make progress, and get 503 if none does.
+hangs, calls that write would soon occupy all of them, and reads would fail as well. Therefore only a few write at a
+time. The others wait without a thread while writes make progress, and get 503 otherwise.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 WRITERS = 16
-"""Writing calls at a time: one writes while the others prepare to share its commit."""
+"""Number of simultaneous writing calls: one writes while the others prepare for a shared commit."""
 LOOK_UPS = 8
-"""Look-ups of tokens at a time, which any caller can cause."""
+"""Number of simultaneous look-ups of tokens, which any caller can cause."""
 PUBLICATIONS = 2
-"""Publications at a time: checking the graphs takes seconds of a core."""
+"""Number of simultaneous publications, whose checks of graphs take seconds of a core."""
 EVALUATIONS = 1
-"""Evaluations of global models at a time: one may take gigabytes."""
+"""Number of simultaneous evaluations of global models, which may need gigabytes each."""
 WAITING_EVALUATIONS = 4
 MOST_WAITING = 2000
-"""Calls that wait for a thread: twice the devices of a large fleet that calls at once."""
+"""Largest number of calls that wait for a thread: twice the devices of a large fleet."""
 
 
 class Threads:

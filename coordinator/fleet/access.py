@@ -42,7 +42,7 @@ REMEMBER_SECONDS = 5.0
 """Lifetime of a cached look-up."""
 
 MOST_REMEMBERED = 100_000
-"""Cached look-ups per cache, which is cleared beyond it."""
+"""Largest number of cached look-ups per cache; a full cache is cleared."""
 
 
 def new_secret(kind: str) -> str:

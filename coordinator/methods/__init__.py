@@ -97,11 +97,11 @@ class Work:
 
 
 Why = str | None | Callable[[FederationSettings], str | None]
-"""The reason for a refusal, None if nothing is refused, or a function of the settings that returns one of these."""
+"""The reason for a refusal, None without a refusal, or a function of the settings that returns one of these."""
 
 
 def masked_sums(model: GlobalModel, situation: Situation) -> Sums:
-    """Return sums of all shared values, each over the devices whose masks have it."""
+    """Return sums of all shared values, each over the devices whose masks include it."""
     return MaskedSums(situation.manifest)
 
 
@@ -141,11 +141,11 @@ class Schedule:
 
 
 ALL_ALIKE = Schedule()
-"""The schedule of methods whose rounds all have the same work."""
+"""Schedule of methods with the same work in all rounds."""
 
 
 def fits_choice(mask: NeuronMask, ratio: float, situation: Situation) -> bool:
-    """Return whether a device has chosen the number of neurons of its active ratio."""
+    """Return True if a device has chosen the number of neurons of its active ratio."""
     return fits_ratio(situation.manifest, mask, ratio)
 
 
@@ -231,7 +231,7 @@ def refuse_mask() -> None:
 
 
 AS_ASSIGNED = DeviceMasks(check=lambda model, mask, situation: refuse_mask())
-"""For methods whose devices train under the mask of their assignment."""
+"""Masks of methods whose devices train under the mask of their assignment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +244,7 @@ class UpdatePart(Part):
 
 
 def needs_single_updates(settings: FederationSettings) -> str | None:
-    """Return why a method's rounds cannot be secure, the usual case."""
+    """Return the reason why a method's rounds cannot be secure, the usual case."""
     return "its updates are more than values under a mask that all devices of a cell share"
 
 
@@ -306,7 +306,7 @@ class CoordinatorMethod:
 
 
 def sends_values(method: CoordinatorMethod, kind: Kind, holds_model: bool) -> bool:
-    """Return whether work of this kind comes with the global model. holds_model: the device has a personal one."""
+    """Return True if work of this kind includes the global model. holds_model: the device has a personal model."""
     if method.always_sends_values:
         return True
     if kind is Kind.personalise:
@@ -315,7 +315,7 @@ def sends_values(method: CoordinatorMethod, kind: Kind, holds_model: bool) -> bo
 
 
 def more_than_a_mean(method: CoordinatorMethod, settings: FederationSettings) -> str | None:
-    """Return why a round is more than a mean of values, or None."""
+    """Return the reason why a round is more than a mean of values, or None."""
     if method.only_means(settings):
         return None
     for declared, words in (
@@ -330,7 +330,7 @@ def more_than_a_mean(method: CoordinatorMethod, settings: FederationSettings) ->
 
 
 def why_mean_only(method: CoordinatorMethod, settings: FederationSettings) -> str | None:
-    """Return why a ``robust`` rule cannot replace the mean of a round's updates, or None."""
+    """Return the reason why a ``robust`` rule cannot replace the mean of a round's updates, or None."""
     reason = _reason(method.aggregation.why_mean_only, settings)
     if reason is None and method.parts and not method.only_means(settings):
         reason = "its updates bring more than values, and robust rules only handle values"
@@ -338,14 +338,14 @@ def why_mean_only(method: CoordinatorMethod, settings: FederationSettings) -> st
 
 
 def why_not_private(method: CoordinatorMethod, settings: FederationSettings) -> str | None:
-    """Return why noise on the mean does not make the global model differentially private, or None."""
+    """Return the reason why noise on the mean does not make the global model differentially private, or None."""
     reason = why_mean_only(method, settings) or _reason(method.aggregation.why_not_private, settings)
     declared = more_than_a_mean(method, settings)
     return reason or (declared and f"{declared}, which may reveal more than the mean")
 
 
 def why_not_buffered(method: CoordinatorMethod, settings: FederationSettings) -> str | None:
-    """Return why updates of older global models cannot count in a later round, or None."""
+    """Return the reason why updates of older global models cannot count in a later round, or None."""
     reason = why_mean_only(method, settings)
     if reason is None and method.prepares:
         reason = "one device prepares the model before the others"

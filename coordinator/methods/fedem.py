@@ -76,7 +76,7 @@ def compose(published: PublishedModel, settings: FederationSettings) -> Publishe
 
 
 def _may_run(graph: bytes) -> bool:
-    """Return whether devices accept a graph of this size."""
+    """Return True if devices accept a graph of this size."""
     import onnx
 
     return len(graph) <= MAX_GRAPH and len(onnx.load_from_string(graph).graph.node) <= MOST_NODES

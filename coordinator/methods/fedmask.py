@@ -38,7 +38,7 @@ FEWEST = 2
 """Smallest number of devices to average a bit."""
 
 OF_VALUES = ("update_clip", "update_norm_limit", "outlier_mads")
-"""Settings that limit changes of values, which FedMask does not have."""
+"""Settings that limit changes of values, and do not apply to FedMask."""
 
 
 class BitSums:
@@ -120,7 +120,7 @@ def check_mask(model: GlobalModel, mask: BlockMask, situation: Situation) -> Non
 
 
 def mean_bits(model: GlobalModel, situation: Situation) -> dict[str, Numbers]:
-    """Return the mean bits as signs, 0 if there is none."""
+    """Return the mean bits as signs; 0 for weights without a mean."""
     return {"signs": model.own["bits"].astype(np.int8)}
 
 

@@ -183,7 +183,7 @@ def choice(settings: FederationSettings) -> DeviceChoice | None:
 
 
 def sums_of(model: GlobalModel, situation: Situation) -> Sums:
-    """Return sums of whole models, or without ``residual`` of the values sent."""
+    """Return sums of whole models; without ``residual``, of the sent values only."""
     return MaskedSums(situation.manifest, everybody=situation.own(FedMPSettings).residual)
 
 
@@ -196,14 +196,14 @@ def close(model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
 
 
 def why_not(settings: FederationSettings) -> str | None:
-    """Return why R2SP cannot be combined with another aggregation, or None."""
+    """Return the reason why R2SP cannot be combined with another aggregation, or None."""
     if not own_settings(settings, FedMPSettings).residual:
         return None
     return "it adds to each update the values that the device was not sent, before taking the mean (residual)"
 
 
 def why_not_private(settings: FederationSettings) -> str | None:
-    """Return why noise on the mean would not suffice, or None."""
+    """Return the reason why noise on the mean would not suffice, or None."""
     if own_settings(settings, FedMPSettings).ratios == "budget":
         return None
     return "its assignments follow from losses and times that devices reported (ratios)"

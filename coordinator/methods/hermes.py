@@ -33,7 +33,7 @@ class HermesSettings(MethodSettings):
 
 
 def reaches(mask: NeuronMask, ratio: float, situation: Situation) -> bool:
-    """Return whether a device has not pruned below its budget."""
+    """Return True if a device has not pruned below its budget."""
     return reaches_ratio(situation.manifest, mask, ratio)
 
 

@@ -73,7 +73,7 @@ class AdapterSums:
         self.updates += 1
 
     def mean(self, previous: Tensors) -> Tensors:
-        """Return the next global values: name -> float32. Adapters without any update stay."""
+        """Return the next global values: name -> float32. Adapters without an update do not change."""
         result = self._others.mean(previous)
         for name, numerator in self._numerators.items():
             weight = np.full(numerator.shape, self._weights[self._adapter[name]])

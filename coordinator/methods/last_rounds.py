@@ -25,7 +25,7 @@ MEAN = "mean."
 
 
 class LastRoundsSettings(MethodSettings):
-    """The settings of methods whose finished model may be a mean over rounds."""
+    """Settings of methods whose finished model may be a mean over rounds."""
 
     averaged_rounds: int = Field(
         default=0,

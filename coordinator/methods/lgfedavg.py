@@ -55,12 +55,12 @@ def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
 
 
 def _from_first(settings: FederationSettings) -> bool:
-    """Return whether body and head are separate from the first round."""
+    """Return True if body and head are separate from the first round on."""
     return own_settings(settings, LGFedAvgSettings).fedavg_share == 0
 
 
 def apart(situation: Situation) -> bool:
-    """Return whether the round comes after FedAvg's."""
+    """Return True if the round is after the FedAvg rounds."""
     return situation.round > situation.own(LGFedAvgSettings).fedavg_share * situation.settings.rounds
 
 

@@ -15,7 +15,7 @@ from . import MethodSettings, own_settings
 
 
 class PrivateSettings(MethodSettings):
-    """The setting of methods with a part that stays on devices."""
+    """Setting of methods with a part that stays on devices."""
 
     private: str = Field(
         default="",

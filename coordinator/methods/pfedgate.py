@@ -58,7 +58,7 @@ UNTRAINED = (0.494, 0.506)
 """Range of an untrained gate's importances."""
 
 NEARLY = 0.9
-"""Share of a budget from which first blocks leave no room, and need none (an output layer of ten rows, at 0.1)."""
+"""Share of a budget from which on first blocks fill it, without a warning (an output layer of ten rows, at 0.1)."""
 
 HALF = 0.5
 """Share of its fair share below which a layer is starved."""
@@ -176,7 +176,7 @@ def check_mask(model: GlobalModel, mask: BlockMask, situation: Situation) -> Non
 
 
 def why_mean_only(settings: FederationSettings) -> str | None:
-    """Return why no other rule can replace the mean, if devices count that did not send a block."""
+    """Return the reason against other rules than the mean, if devices that did not send a block count."""
     if own_settings(settings, PFedGateSettings).denominator == "all":
         return "its denominator all counts devices that did not send a block, which robust rules cannot see"
     return None
@@ -201,7 +201,7 @@ def close(model: GlobalModel, sums: BlockSums, situation: Situation) -> GlobalMo
 
 
 def warning(model: GlobalModel, situation: Situation) -> str | None:
-    """Return a warning about blocks or layers that devices of the smallest budget hardly keep, or None."""
+    """Return a warning about blocks or layers that devices with the smallest budget rarely keep, or None."""
     rules = situation.own(PFedGateSettings)
     return _never_chosen(situation.manifest, rules) or _starved(situation.manifest, rules)
 

@@ -55,7 +55,7 @@ def close(model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
 
 
 def warning(model: GlobalModel, situation: Situation) -> str | None:
-    """Return a warning if outer or inner steps must diverge, or None."""
+    """Return a warning if outer or inner steps will diverge, or None."""
     settings = situation.settings
     own = situation.own(PFedMeSettings)
     outer = own.outer_rate * own.proximal_weight

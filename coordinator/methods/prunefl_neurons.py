@@ -40,7 +40,7 @@ class PruneFLNeuronsSettings(MethodSettings):
 
 
 def keeps(mask: NeuronMask, ratio: float, situation: Situation) -> bool:
-    """Return whether a device keeps its neurons in this round."""
+    """Return True if a device keeps its neurons in this round."""
     due = situation.round % situation.own(PruneFLNeuronsSettings).adjust_interval == 0 and ratio < FULL_RATIO
     return not due and fits_choice(mask, ratio, situation)
 

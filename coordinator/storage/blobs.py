@@ -27,7 +27,7 @@ from .failing import Troubles
 
 PARTIAL = ".partial"
 MAP_WHOLE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-"""Map all pages at once if the system can: otherwise each first access is an interrupt."""
+"""Map all pages at once if the system supports it; otherwise each first access is a page fault."""
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 """Only the coordinator's user may read its files."""
@@ -212,7 +212,7 @@ def make_folder(folder: Path) -> None:
 
 
 def private(path: str | Path, flags: int) -> int:
-    """Open a file that only its owner may read, and that is not a link: an ``opener`` for ``open``."""
+    """Open a file that only its owner may read, and refuse links: an ``opener`` for ``open``."""
     return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
 
 

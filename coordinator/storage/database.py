@@ -1,4 +1,4 @@
-"""Opens the records' database and migrates its tables."""
+"""Opening of the records' database, and migration of its tables."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 5
-"""Longest wait for a lock of another program, such as sqlite3 or psql. The call's thread and connection are blocked
-meanwhile, and its caller retries anyway."""
+"""Longest wait for a lock of another program, such as sqlite3 or psql, in seconds. Short, because the wait blocks a
+thread and a connection, and callers retry anyway."""
 IDLE_SECONDS = 10
 """Idle time after which PostgreSQL ends a transaction, whose process may be stopped in its turn to write. The
 coordinator computes only for milliseconds between two statements."""
@@ -49,7 +49,7 @@ STATEMENT_SECONDS = 30
 """Time limit of a statement in PostgreSQL, including waits for locks."""
 LARGEST_WAL = 16 * 1024 * 1024
 CONNECTIONS = 10
-"""Connections kept open, last used first: opening one takes longer than most calls."""
+"""Number of connections kept open, last used first, because opening one takes longer than most calls."""
 PIECE = 1024 * 1024
 WRITING = {"writing": True}
 """Execution options of an engine for write transactions."""
@@ -262,7 +262,7 @@ def _postgresql(address: str) -> Engine:
 
 
 def is_pooled(connection: psycopg.Connection[Any]) -> bool:
-    """Return whether a pooler, such as PgBouncer, is in between: transactions of a connection may change sessions."""
+    """Return True if a pooler, such as PgBouncer, is in between, which may assign a session per transaction."""
     # A pooler announces a number of its own, not that of a server's process.
     row = connection.execute("SELECT pg_backend_pid()").fetchone()
     return row is None or row[0] != connection.info.backend_pid

@@ -1,7 +1,7 @@
 """Events in the records (``sparrow.protocol.events``), each written by the transaction that causes it.
 
-The newest ``MOST_EVENTS`` events of each federation are kept, and separately those of its devices: frequent pauses of a
-device must not displace rollbacks by the operator.
+The newest ``MOST_EVENTS`` events of each federation are kept, and the same number of its devices' events, so that
+frequent pauses of a device do not displace rollbacks by the operator.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .tables import Event, Federation
 
 MOST_EVENTS = 5000
 PRUNE_EVERY = 64
-"""Events of the coordinator between two removals of old ones."""
+"""Number of events between two removals of old events."""
 
 
 def record(
     db: Session, federation_id: int, kind: EventKind, now: float, *, device: str | None = None, detail: str = ""
 ) -> None:
-    """Record an event. device: its name; None for the whole federation. detail: as the records have it, in codes."""
+    """Record an event. device: its name; None for the whole federation. detail: as in the records, in codes."""
     federation = db.get_one(Federation, federation_id)
     event = Event(federation_id=federation_id, kind=kind.value, at=now, round=federation.round, device=device)
     event.detail = detail

@@ -1,8 +1,8 @@
 """Failures of storage, distinguished from programming errors and logged once.
 
-A full disk, a lost database or an unreachable object store is temporary or repaired by an operator. So callers are
-asked to retry (``errors.Unavailable``, ``errors.DiskFull``), and the coordinator continues. The log has one line at the
-beginning and one at the end of a failure.
+A full disk, a lost database or an unreachable object store is temporary or repaired by an operator. Callers therefore
+get an error that asks them to retry (``errors.Unavailable``, ``errors.DiskFull``), and the coordinator continues. The
+log has one line at the beginning and one at the end of a failure.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Troubles:
             log.error("%s: %s (%s: %s)", what, error, type(cause).__name__, cause)
 
     def end(self, what: str, size: int) -> None:
-        """Note a successful write of ``size`` bytes. A write smaller than the failed one proves nothing, since it may
-        fit.
+        """Record a successful write of ``size`` bytes. A write smaller than the failed one is not conclusive, because
+        it may fit.
         """
         # The usual case needs no lock.
         if what not in self._found:
@@ -88,13 +88,13 @@ class Troubles:
         return Damaged(key)
 
     def whole(self, key: str) -> None:
-        """Note that a blob is intact."""
+        """Record that a blob is intact."""
         if key in self._damaged:
             self._damaged.pop(key, None)
             log.warning("storage: %s is intact again", key)
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Note that these blobs are not needed any more."""
+        """Record that these blobs are no longer needed."""
         for key in list(keys):
             self._damaged.pop(key, None)
 
@@ -152,7 +152,7 @@ def advice(key: str, how: str) -> str:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return whether a database reports damaged files, which is a permanent failure."""
+    """Return True if a database reports damaged files, which is a permanent failure."""
     cause = getattr(error, "orig", None) or error
     return str(cause).startswith(SQLITE_DAMAGE) or getattr(cause, "sqlstate", None) in DAMAGE_STATES
 

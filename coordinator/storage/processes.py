@@ -1,4 +1,4 @@
-"""Several coordinator processes on one PostgreSQL database: presence, writes, and the lease to move rounds.
+"""Several coordinator processes on one PostgreSQL database: presence, writes, and the lease to advance rounds.
 
     presence  a shared advisory lock for the lifetime of a process. The first process briefly holds it exclusively and
               cleans up after killed processes; the others wait for it.
@@ -7,13 +7,14 @@
     moving    one process opens, folds and closes rounds: the holder of the lease (``tables.Lease``), renewed every
               ``BEAT_SECONDS``. If it is killed, its advisory lock is released, and another process takes over at once.
               If it hangs, the lease expires.
-    waking    LISTEN and NOTIFY: facts are sent to the process that moves rounds, moves to all waiting calls. Behind a
-              pooler, which delivers no messages, waiting calls look every ``POOLED_SECONDS``.
+    waking    LISTEN and NOTIFY: facts are sent to the process that advances rounds, and changes of rounds to all
+              waiting calls. Behind a pooler, which delivers no messages, waiting calls poll every
+              ``POOLED_SECONDS``.
 
-Locks belong to one transaction that stays open, not to a session, so they work behind a pooler that gives each
-transaction another session. It reads no table, so it delays neither vacuum nor migrations.
+Locks belong to one transaction that stays open, not to a session, so they work behind a pooler that assigns a session
+to each transaction. The transaction reads no table, so it delays neither vacuum nor migrations.
 
-A process that takes over starts a new epoch of the lease. Every transaction that moves rounds checks the epoch, so a
+A process that takes over starts a new epoch of the lease. Every transaction that advances rounds checks the epoch, so a
 replaced process that resumes cannot make changes. A process that hangs while it writes blocks all writers until the
 server ends its transaction (``database.IDLE_SECONDS``).
 """
@@ -60,12 +61,12 @@ _ALIVE = text("SELECT 1")
 _COME_SECONDS = 0.1
 _LISTEN_SECONDS = 1.0
 POOLED_SECONDS = 5.0
-"""Interval at which waiting calls look for moves behind a pooler."""
+"""Interval at which waiting calls look for changes of rounds behind a pooler."""
 
 LEASE_SECONDS = 10.0
 """Lifetime of the lease: longer than usual pauses of a busy machine or network, shorter than devices' retries."""
 BEAT_SECONDS = 2.5
-"""Interval of renewals: two of four may be lost."""
+"""Interval of renewals; two of four may be lost."""
 
 _NOW = "extract(epoch FROM clock_timestamp())"
 _LOOK = text(f"SELECT epoch, expires_at - {_NOW} FROM lease WHERE id = 1")
@@ -110,18 +111,18 @@ class SharedDatabase:
         session.execute(_TURN)
 
     def say_fact(self, session: Session) -> None:
-        """Notify the process that moves rounds of a fact when this transaction commits."""
+        """Notify the process that advances rounds of a fact when this transaction commits."""
         if self._epoch is None:
             session.execute(_SAY, {"channel": CHANNEL, "what": f"{FACT} {self._name}"})
 
     def say_moved(self) -> None:
-        """Notify all waiting calls of a move."""
+        """Notify all waiting calls of a change of rounds."""
         with self._engine.connect() as connection:
             connection.execute(_SAY, {"channel": CHANNEL, "what": f"{MOVED} {self._name}"})
             connection.commit()
 
     def moves(self) -> tuple[bool, bool]:
-        """Return whether this process may move rounds now, and whether this is new. Raises DBAPIError."""
+        """Return (may this process advance rounds, has this changed). Raises DBAPIError."""
         with self._lock:
             before = self._epoch
             try:
@@ -169,7 +170,7 @@ class SharedDatabase:
         return self._take_over(None if row is None else row[0]) if row is None or self._is_free(*row) else None
 
     def _is_free(self, epoch: int, seconds_left: float) -> bool:
-        """Return whether the lease has expired or its holder's connection has ended."""
+        """Return True if the lease has expired or its holder's connection has ended."""
         assert self._connection is not None
         if seconds_left < 0:
             return True
@@ -222,7 +223,7 @@ class SharedDatabase:
             lost.close()
 
     def listen(self, heard: Callable[[bool], None]) -> None:
-        """Call ``heard`` in a thread for every message of other processes: True for a move, False for a fact.
+        """Call ``heard`` in a thread for each message of other processes; True: a change of rounds, False: a fact.
 
         It is called with True first and after every gap, in which messages are lost.
         """
@@ -234,7 +235,7 @@ class SharedDatabase:
         thread.start()
 
     def close(self) -> None:
-        """Release all locks, so that another process may move rounds at once."""
+        """Release all locks, so that another process may advance rounds at once."""
         self._closing.set()
         for thread in self._threads:
             thread.join(timeout=5)
@@ -248,7 +249,7 @@ class SharedDatabase:
                 self._connection = None
 
     def _come(self, *, may_be_first: bool) -> bool:
-        """Take the lock of a present process, after a first one has cleaned up; return whether this is the first."""
+        """Take the lock of a present process, after the first one has cleaned up; return True if this is the first."""
         connection = self._engine.connect().execution_options(isolation_level="READ COMMITTED")
         # In the pool the transaction would end.
         connection.detach()

@@ -34,7 +34,7 @@ RECORDS_FILE = "coordinator.sqlite3"
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 SMALLEST_PROBE = 4096
 MOST_SAID = 10
-"""Damaged files listed in an answer of /readyz."""
+"""Largest number of damaged files in an answer of /readyz."""
 CLOSING_SECONDS = 60.0
 """Longest wait for a write at closing, longer than any statement."""
 
@@ -100,11 +100,11 @@ class Turns:
 class Store:
     """Records and blobs of a coordinator.
 
-    Write transactions take turns: a step of a round reads, decides and writes, and no other write may fall in between.
+    Write transactions take turns, because a step of a round reads, decides and writes without other writes in between.
     Facts of simultaneous callers share a transaction (``record_all``). ``on_commit`` gets the duration of each commit
     in seconds.
 
-    With SQLite a lock on the data folder keeps a second process out. With PostgreSQL several may share the blobs;
+    With SQLite a lock on the data folder excludes a second process. With PostgreSQL several may share the blobs;
     ``processes`` describes their turns.
     """
 
@@ -166,7 +166,7 @@ class Store:
 
     @contextmanager
     def moving(self) -> Iterator[Session]:
-        """Context manager: a transaction that moves rounds. Raises Unavailable, also if another process took over."""
+        """Context manager: a transaction that advances rounds. Raises Unavailable, also after a takeover."""
         with self.writing() as session:
             if self.shared is not None:
                 self.shared.check_moves(session)
@@ -255,7 +255,7 @@ class Store:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process has exclusive use of records and blobs until ``settled``."""
+        """Return True if this process has exclusive use of records and blobs until ``settled``."""
         return self.shared is None or self.shared.first
 
     def settled(self) -> None:
@@ -264,7 +264,7 @@ class Store:
             self.shared.settled()
 
     def moves(self) -> tuple[bool, bool]:
-        """Return whether this process may move rounds now, and whether this is new. Raises Unavailable."""
+        """Return (may this process advance rounds, has this changed). Raises Unavailable."""
         if self.shared is None:
             return True, False
         with self.troubles.of_records(writes=False):
@@ -276,18 +276,18 @@ class Store:
         return self.shared is None or self.shared.moves_now
 
     def say_moved(self) -> None:
-        """Notify other processes of a move. Raises Unavailable."""
+        """Notify other processes of a change of rounds. Raises Unavailable."""
         if self.shared is not None:
             with self.troubles.of_records(writes=False):
                 self.shared.say_moved()
 
     def listen(self, heard: Callable[[bool], None]) -> None:
-        """Call ``heard`` in a thread for every message of other processes: True for a move, False for a fact."""
+        """Call ``heard`` in a thread for each message of other processes; True: a change of rounds, False: a fact."""
         if self.shared is not None:
             self.shared.listen(heard)
 
     def keep_lease(self, is_alive: Callable[[], bool]) -> None:
-        """Renew the lease to move rounds, if several processes share it, while ``is_alive`` returns True."""
+        """Renew the lease to advance rounds, if several processes share it, while ``is_alive`` returns True."""
         if self.shared is not None:
             self.shared.keep_lease(is_alive)
 

@@ -215,7 +215,7 @@ class Round(Base):
 
 
 class Model(Base):
-    """A global model that a round or the publication has committed and that is kept.
+    """A stored global model of a committed round or of the publication.
 
     Only models in this table are served: a file of a failed transaction is unreferenced.
     """
@@ -270,7 +270,7 @@ class Delivered(Base):
 
 
 class Lease(Base):
-    """The right to move rounds, one row for all processes that share the records (``storage.processes``)."""
+    """The right to advance rounds, one row for all processes that share the records (``storage.processes``)."""
 
     __tablename__ = "lease"
 

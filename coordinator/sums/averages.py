@@ -71,7 +71,7 @@ class MaskedSums:
     Numerators have the order of packed values, so that a whole model is added in one step. Tensors between the same
     neurons (a layer's bias and norms) share their weights.
 
-    everybody: a value that a device did not send counts as the global model's, weighted like the device, as in a mean of
+    everybody: a value that a device did not send counts as the global model's with the device's weight, as in a mean of
     whole models. ``completed`` counts these values.
     """
 

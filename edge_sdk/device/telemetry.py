@@ -93,7 +93,7 @@ class Telemetry:
         self._paused += seconds
 
     def describe(self) -> str:
-        """Return one line with the source of joules, or why there is none."""
+        """Return one line with the source of joules, or the reason why there is none."""
         return self._meter.describe()
 
     @contextmanager

@@ -36,7 +36,7 @@ EVALUATION_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 @dataclass(frozen=True)
 class _Brought:
-    """A payload sent with its assignment, and the transfer time of that answer."""
+    """A payload received with its assignment, and the transfer time of the answer."""
 
     assignment_id: str
     body: bytes
@@ -104,7 +104,7 @@ class Transport(Connection):
         return self.upload(call, path, body, headers, lambda answer: message_of(kind, answer), **arguments)
 
     def trouble(self) -> str | None:
-        """Return why the coordinator is not ready, or None. Does not retry."""
+        """Return the reason why the coordinator is not ready, or None. Does not retry."""
         try:
             answer = self.exchange("GET", "/readyz")
         except httpx.TransportError as error:
@@ -286,7 +286,7 @@ class Transport(Connection):
         self.call("DELETE", f"/v1/devices/{device_id}")
 
     def new_token(self, device_id: str, enrolment_key: str) -> str:
-        """Return a new token. The old one stays valid until the new one is used: store it before that."""
+        """Return a new token. The old one stays valid until the new one is used, so store the new one first."""
         request = messages.RenewToken(enrolment_key=enrolment_key)
         return self.ask(messages.NewToken, "POST", f"/v1/devices/{device_id}/token", **_json(request)).token
 

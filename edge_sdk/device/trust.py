@@ -263,7 +263,7 @@ class Trust:
 
 
 def _more_private(name: str, first: object, now: object) -> bool:
-    """Return whether an update reveals less after the change of a setting."""
+    """Return True if an update reveals less after the change of a setting."""
     return name in ("secure", "secure_metrics") and now is True and not first
 
 
@@ -287,7 +287,7 @@ def _is_built_in(info: FederationInfo, manifest: Manifest) -> bool:
 
 
 def read(folder: StateFolder) -> Accepted | None:
-    """Return the stored record. Raises StateError if it is damaged: without it, any publisher would be trusted."""
+    """Return the stored record. Raises StateError if it is damaged, because any publisher would then be trusted."""
     data = folder.cached(TRUST)
     if data is None:
         return None

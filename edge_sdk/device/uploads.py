@@ -12,14 +12,14 @@ SMALLEST_PART = 16 * 1024
 
 @dataclass(frozen=True)
 class Upload:
-    """A call whose body may be sent in parts. resumable: whether the server says how many bytes it has received."""
+    """A call whose body may be sent in parts. resumable: whether the server reports the number of received bytes."""
 
     method: str
     digest_header: str
     resumable: bool = False
 
     def resumes(self, size: int) -> bool:
-        """Return whether a body of this size resumes after an interruption; a smaller one is sent again."""
+        """Return True if a body of this size resumes after an interruption; smaller bodies are sent again."""
         return self.resumable and size >= RESUMED
 
 

@@ -3,9 +3,9 @@
     watchdog = Watchdog(policy, ConditionsReader(System.here()).read)
     watchdog.look()                  # None, or the reason why the device may not work now
 
-Two bad readings in a row pause work, and a minute without one resumes it. The effect of an unknown reading depends on
-the limit: an unknown battery level refuses work, an unknown temperature slows a small board (``blind_duty``), unknown
-throttling is ignored.
+Two bad readings in a row pause work, and a minute without bad readings resumes it. The effect of a missing reading
+depends on the limit: an unknown battery level refuses work, an unknown temperature slows a small board
+(``blind_duty``), unknown throttling is ignored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Spent(BaseModel):
 
 @dataclass(frozen=True)
 class Objection:
-    """Why a device may not work now."""
+    """The reason why a device may not work now."""
 
     # Reason for the coordinator.
     reason: PauseReason
@@ -179,7 +179,7 @@ def _local_time() -> datetime:
 
 
 class Watchdog:
-    """Decides whether a device may work, and counts its daily spending.
+    """Enforcement of a policy: decide whether a device may work, and count its daily spending.
 
     read: returns the conditions. say: called with messages for the user. keep: stores the spending, which becomes
     ``spent`` after a restart. ``hot``: it paused for heat or throttling since this was last reset.
@@ -221,7 +221,7 @@ class Watchdog:
         return min(self.policy.duty, self.policy.blind_duty) if self._blind else self.policy.duty
 
     def look(self) -> PauseReason | None:
-        """Return why the device may not work now, or None; read the conditions at most every ``LOOK_SECONDS``."""
+        """Return the reason not to work now, or None; read the conditions at most every ``LOOK_SECONDS``."""
         now = self.clock()
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
@@ -284,7 +284,7 @@ class Paused(SdkError):
 
 
 class WatchedWork:
-    """Work under a watchdog, which pauses it between steps and gives it up if it would be late.
+    """Work under a watchdog: pause between steps, and return the work if it would be late.
 
     deadline: on the watchdog's clock, including ``reserve`` seconds to send the answer; None: no deadline. on_pause:
     called with the seconds of each pause.

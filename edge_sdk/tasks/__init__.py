@@ -55,7 +55,7 @@ def as_arrays(batch: Iterable[Any]) -> tuple[Array, Array]:
 
 
 def passes(batches: Batches, seed: int) -> Iterator[Any]:
-    """Yield the batches of endless passes, each pass shuffled if the batches can be.
+    """Yield the batches of endless passes, each pass shuffled if the data support it.
 
     The order follows from ``seed`` by numpy's PCG64; torch's default generator, which a DataLoader uses, is seeded too.
     Raises ValueError if there is no batch.
@@ -213,7 +213,7 @@ class TaskLoader(Protocol):
 
 
 class UnknownTask(SdkError):
-    """Raised for a task that is neither built in nor registered, or for an unknown model of a task."""
+    """The task is neither built in nor registered, or has no such model."""
 
     exit_code = Exit.NOT_FOUND
 

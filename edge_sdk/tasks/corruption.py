@@ -261,12 +261,12 @@ CORRUPTIONS: Mapping[str, Corruption] = {
         jpeg_compression,
     )
 }
-"""The kinds that are computed, by their published names."""
+"""The computed kinds, by their published names."""
 
 # --- read from files ---------------------------------------------------------------------------------------------
 
 PUBLISHED = ("glass_blur", "motion_blur", "zoom_blur", "snow", "frost", "fog", "spatter", "elastic_transform")
-"""The kinds that are read from the published arrays."""
+"""The kinds read from the published arrays."""
 
 
 def read_published(folder: Path, name: str, severity: int, targets: Array, *, shape: tuple[int, ...]) -> Images:

@@ -289,7 +289,7 @@ def place(dataset: Dataset, dealing: Dealing, *, device: str) -> tuple[int, int]
 
 @lru_cache(maxsize=8)
 def _parts(dataset: Dataset, dealing: Dealing) -> tuple[Index, Index]:
-    """Return the samples to deal, and the test part: the published one, or all samples of ``leave_out``."""
+    """Return the samples to deal, and the test part: the published part, or all samples of ``leave_out``."""
     every = np.arange(len(dataset.targets))
     name = dealing.leave_out
     training = every[: dataset.published] if dealing.part == "train" else every
@@ -335,7 +335,7 @@ def _deal(dataset: Dataset, dealing: Dealing, of: int) -> list[Index]:
 
 
 def public_samples(dataset: Dataset, dealing: Dealing) -> Index | None:
-    """Return the samples that every device has, as ordered indices into ``dataset``, if any; they are not dealt."""
+    """Return the public samples of every device, as ordered indices into ``dataset``; they are not dealt."""
     _, public = _dealt_samples(dataset, replace(dealing, index=None))
     return public if len(public) else None
 

@@ -1,4 +1,4 @@
-"""Images, decoded once into a memory-mapped file in the cache folder, which processes share.
+"""Images, decoded once into a memory-mapped file in the shared cache folder.
 
 Files in the cache, ``$XDG_CACHE_HOME/sparrow`` or ``~/.cache/sparrow``, may be deleted at any time.
 """

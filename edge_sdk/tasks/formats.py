@@ -67,7 +67,7 @@ class SampleFormat:
 
     @property
     def advice(self) -> str:
-        """The kinds of data that may be given, and the public set."""
+        """Advice for messages: the accepted kinds of data, and the public set."""
         return (
             f"give a folder or file with {' or '.join(self.archives)}, IDX files, train.csv, train.parquet or folders "
             f"of images by class; the public set is {self.described}"

@@ -1,10 +1,10 @@
 """Checks and conversion of an application's data, for all engines, before a device enrols.
 
 ``take_in`` checks all data in memory and the first batch of any other loader. ``suited`` then converts inputs and
-targets to the types of a training step. Later batches of a loader are checked while training reads them, and raise the
+targets to the types of a training step. Later batches of a loader are checked when training reads them, and raise the
 same BadArgument.
 
-    list of pairs                     unchanged, or batches converted once, empty ones left out
+    list of pairs                     unchanged, or batches converted once, without empty ones
     generator, zip, map, iterator     read once into a list
     ArrayBatches                      unchanged, or converted once
     DataLoader, any other iterable    wrapped in a ``Fitted``, which converts each batch
@@ -96,7 +96,7 @@ def suited(task: Task, taken: Taken) -> Task:
 
 
 class Fit(Protocol):
-    """Converts a batch; returns the same batch if no change is needed, None if no sample is left."""
+    """Conversion of a batch; returns the same batch if no change is needed, None if no sample remains."""
 
     def pair(self, batch: Any, where: str) -> Pair | None:
         """Return the converted batch; ``where`` names it in messages. Raises BadArgument."""
@@ -530,7 +530,7 @@ class _Suit:
 
 
 def _has_labels(manifest: Manifest) -> bool:
-    """Return whether targets can be one class index per sample."""
+    """Return True if targets can be one class index per sample."""
     numbers = manifest.targets is not None and manifest.targets.kind == "numbers"
     return not numbers and len(manifest.output_shape) == 1 and manifest.output_shape[0] > 1
 

@@ -73,7 +73,7 @@ METRICS: dict[str, Metric] = {"top1": top1, "mae": mae, "rmse": rmse, "r2": r2, 
 def measure(
     metrics: Mapping[str, Metric], pairs: Sequence[tuple[NDArray[Any], NDArray[Any]]], ignored: int | None = None
 ) -> dict[str, float]:
-    """Return each metric by name, over all batches of outputs and targets; {} without batches.
+    """Return each metric by name, over all batches of outputs and targets; empty without batches.
 
     A metric that fails or is not finite is logged and left out. ignored: label that ``top1`` and ``iou`` leave out; the
     user's own functions get all targets.

@@ -69,9 +69,9 @@ def grouped(
     alpha: float = 0.3,
     minimum: int = 10,
 ) -> list[Index]:
-    """Label skew between ``groups`` of similar devices: ``dirichlet`` over groups, then equal mixtures.
+    """Label skew between ``groups`` of similar devices: ``dirichlet`` over groups, then equal mixtures within a group.
 
-    Device i is in group i mod ``groups``, so that later devices have relatives among the trained ones. Devices of a
+    Device i is in group i mod ``groups``, so that later devices are similar to some of the earlier ones. Devices of a
     group have equally many samples of each class, plus or minus one. Every sample is dealt.
     """
     _check(labels, of, minimum)

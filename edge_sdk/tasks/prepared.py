@@ -1,8 +1,8 @@
 """A federation's preparation on this device: raw samples pass its graph once, when data are loaded.
 
-Prepared samples stay in memory if they take at most ``SHARE`` of the available memory; otherwise each batch is prepared
-when it is taken. Arrays that simulated devices share are prepared once in a process. Each device's own statistics are
-computed at its first start and kept: the model was trained on them, so later data must not change them.
+Prepared samples stay in memory if they need at most ``SHARE`` of the available memory; otherwise each batch is prepared
+when it is read. Arrays that simulated devices share are prepared once in a process. Each device's own statistics are
+computed at its first start and kept, because the model was trained with them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Streamed:
-    """Raw samples that are prepared when they are taken."""
+    """Raw samples that are prepared when they are read."""
 
     samples: Samples
     preparer: Preparer
@@ -227,7 +227,7 @@ def fitting(raw: Array, preparer: Preparer) -> Array:
 
 
 def _check_alone(batches: Batches, preparer: Preparer) -> None:
-    """Raise GraphError unless samples have the same prepared inputs singly and in a batch."""
+    """Raise GraphError unless a sample's prepared inputs are the same alone and in a batch."""
     if preparer.at_once == 1:
         return
     first = next(iter(batches), None)
@@ -253,7 +253,7 @@ def entry_name(description: Preparation, place: int) -> str:
 
 
 def differences(found: Statistics, description: Preparation) -> list[tuple[str, str]]:
-    """Return (text for the user, text for the operator) of each column or channel that differs strongly."""
+    """Return (text for the user, text for the operator) for each column or channel with strong differences."""
     # Other units than the publisher's are the usual cause. The operator's text contains no statistic of the device's
     # data.
     remarks = []

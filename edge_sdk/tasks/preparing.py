@@ -165,7 +165,7 @@ def prepare_array(
 
 @dataclass(frozen=True)
 class Hearing:
-    """Frames of sounds for log-mel energies."""
+    """Framing of sounds for log-mel energies."""
 
     # Samples per second.
     rate: int

@@ -11,7 +11,7 @@ READY = "/readyz"
 
 
 class Middleware:
-    """Handle calls of a coordinator that has started; pass all others on, and ``/healthz``."""
+    """Handle calls to a coordinator that has started; pass on other calls, and ``/healthz``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

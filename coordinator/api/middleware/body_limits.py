@@ -1,4 +1,4 @@
-"""Limits of the length and the slowness of bodies.
+"""Limits of the length and the transfer time of bodies.
 
 A slow body occupies a connection, memory and a place in the queue. In each interval of ``patience_seconds``, at least
 ``bytes_per_second`` bytes per second must arrive. The total time is not limited; calls of senders that stall or send
@@ -24,7 +24,7 @@ from .base import Middleware
 log = logging.getLogger(__name__)
 
 LOG_SECONDS = 60.0
-"""Slow clients are logged at most this often."""
+"""Shortest time between two log lines about slow clients."""
 
 SMALL_REQUEST = 16 * 1024
 """Longest body, in bytes, that the framework reads before the caller is checked."""

@@ -1,4 +1,4 @@
-"""Limits of calls per second and calls at a time: per device, and per address for other callers.
+"""Limits of calls per second and simultaneous calls: per device, and per address for other callers.
 
 An address beyond its limit waits before its token is looked up; identified callers are counted afterwards.
 """
@@ -20,13 +20,13 @@ from .authentication import Identity, was_known
 from .base import Middleware
 
 FAILURE_COST = 20.0
-"""Number of calls that one with a wrong token counts as."""
+"""Cost of a call with a wrong token, in calls."""
 
 CALLS_AT_ONCE = 4
-"""Calls of one device at a time: a call, a heartbeat, and two on broken connections that are not closed yet."""
+"""Number of simultaneous calls of one device: a call, a heartbeat, and two on broken, still open connections."""
 
 EVENTS = re.compile(r"GET /v1/federations/[^/]+/events")
-"""Long-running calls without a thread, which do not count as calls at a time."""
+"""Long-running calls without a thread, which do not count as simultaneous calls."""
 
 
 class AddressLimits(Middleware):

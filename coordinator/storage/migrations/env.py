@@ -1,4 +1,4 @@
-"""Run by Alembic: applies migrations on the connection that ``database.migrate`` passes in."""
+"""Alembic's environment: apply migrations on the connection of ``database.migrate``."""
 
 from alembic import context
 

@@ -213,7 +213,7 @@ class Working(Sending):
         return self._prior.sketch
 
     def _tells(self, assignment: Assignment) -> bool:
-        """Return whether losses and accuracies may be sent unmasked."""
+        """Return True if losses and accuracies may be sent unmasked."""
         settings = assignment.settings
         if self._options.local_noise is not None:
             return False
@@ -232,7 +232,7 @@ class Working(Sending):
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost)
 
     def _within_joules(self, job: Job, trained: Trained, download: Phase, train: Phase) -> Trained:
-        """Return the outcome of a round, marked as the last one if the device's joules are used up."""
+        """Return the outcome of a round, marked as the last one if the device has spent its joules."""
         limit = job.assignment.settings.joules_per_device
         spent = self.progress.training.plus(download).plus(train)
         if limit is None or job.assignment.kind is Kind.prepare or spent.joules < limit:
@@ -311,7 +311,7 @@ class Working(Sending):
         return nonzero_flops(self.manifest, tensors) if self._options.local_noise is None else 0
 
     def _carried(self, job: Job, update: Update) -> dict[str, int]:
-        """Return the number of an int8 update's values that include earlier rounding residuals; else nothing."""
+        """Return the number of an int8 update's values with earlier rounding residuals; else an empty record."""
         owed = self.folder.feedback
         settings = job.assignment.settings
         if settings.precision_of("up", job.assignment.kind) != "int8" or settings.secure:

@@ -39,7 +39,7 @@ PLAIN = Publishing()
 
 @dataclass(frozen=True)
 class Known:
-    """Properties of a federation that are known before a device reads its file; all None when publishing."""
+    """A federation's properties that a device needs to read its file; all None when publishing."""
 
     task: str | None = None
     shape: tuple[int, ...] | None = None
@@ -54,19 +54,19 @@ class Known:
 
     @property
     def as_taken(self) -> tuple[int, ...] | None:
-        """The shape of samples that need no preparation; None if there is one, and to publish."""
+        """The shape of samples without a preparation; None with a preparation, and when publishing."""
         return self.shape if self.preparation is None else None
 
     @classmethod
     def of(cls, manifest: Manifest | None) -> Known:
-        """Return the facts of a manifest, or those to publish with."""
+        """Return the properties of a manifest; all None without one."""
         if manifest is None:
             return cls()
         return cls(manifest.task, manifest.input_shape, manifest.output_shape, manifest.preparation, manifest.targets)
 
 
 def check_as_taken(raw: Raw, known: Known) -> None:
-    """Raise DataError for samples that need a preparation which the federation does not have."""
+    """Raise DataError for samples that need a preparation if the federation has none."""
     if known.as_taken is None:
         return
     named = next((column.name for column in raw.columns if column.categories), None)
@@ -90,7 +90,7 @@ def check_alike(path: str, parts: Sequence[Raw]) -> None:
 
 @dataclass(frozen=True)
 class Labelled:
-    """The labels of a file, as numbers of outputs or as numbers."""
+    """The labels of a file, as output numbers or as numeric targets."""
 
     kind: str
     targets: Targets
@@ -137,7 +137,7 @@ class Labelled:
 
 
 def labels_of(raw: Raw) -> Array:
-    """Return the labels. They must have been read before."""
+    """Return the labels, which must have been read."""
     assert raw.labels is not None, "read with labels"
     return raw.labels
 
@@ -178,7 +178,7 @@ def _described(path: str, **fields: Any) -> Targets:
 
 
 def _are_positions(found: Sequence[str], targets: Targets) -> bool:
-    """Return whether labels are numbers of named classes, whose names are not numbers."""
+    """Return True if labels are the numbers of classes with non-numeric names."""
     count = len(targets.names) + targets.spare
     if any(name.isdecimal() for name in targets.names):
         return False

@@ -35,7 +35,7 @@ METRICS_OF_NUMBERS = ("rmse", "mae", "r2")
 FEW = 20
 
 Inputs = Array | Decoded
-"""Raw samples, in memory or decoded when they are taken."""
+"""Raw samples, in memory or decoded when they are read."""
 
 # Sides of pictures, in pixels.
 LARGEST_OWN = 96
@@ -43,7 +43,7 @@ USUAL = 64
 LARGEST_PICTURE = 4096
 
 LONGEST_SOUND = 30
-"""Seconds."""
+"""Longest sound of a preparation, seconds."""
 
 
 def build_preparation(raw: Raw, training: Inputs, kind: str, publishing: Publishing) -> BuiltPreparation:
