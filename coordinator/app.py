@@ -67,11 +67,11 @@ log = logging.getLogger(__name__)
 DAY = 24 * 3600.0
 
 STALLED_SECONDS = 30.0
-"""Time without progress of the rounds thread after which the process is not ready: slow storage may take as long for
+"""Time without progress of the rounds thread after which the process is not ready; slow storage may need as long for
 one file."""
 HANGS_SECONDS = 90.0
-"""Time without progress after which another process advances rounds. It must restart the round's sums, and slow storage
-is slow for it, too."""
+"""Time without progress after which another process advances rounds. It is long, because the other process must
+restart the round's sums, on the same storage."""
 LONGEST_REST = 0.05
 """Longest pause of the rounds thread between two steps, s; it pauses for as long as a step took."""
 PUBLISHING_SECONDS = 120.0

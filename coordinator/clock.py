@@ -1,9 +1,9 @@
-"""The coordinator's clock: seconds since the epoch that pass evenly even if the machine's clock is changed.
+"""The coordinator's clock: seconds since the epoch, independent of changes of the machine's clock.
 
 The machine's clock is read once per boot. Its offset to the time since boot is kept in the data folder, and a restarted
-process uses it. After a reboot the machine's clock is read again, but time never falls behind the last kept moment,
-which is at most ``KEEP_SECONDS`` old. The file contains a digest: one wrong digit could set the clock years ahead for
-good.
+process uses it. After a reboot the machine's clock is read again, but the time is never before the last stored time,
+which is at most ``KEEP_SECONDS`` old. The file contains a digest, because one wrong digit could set the clock years
+ahead permanently.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Random draws of a federation: the cohort of a round, and the neurons that each device trains.
 
-Each draw is HMAC-SHA256 of purpose, round and name under the federation's secret, 32 random bytes in the records. So
-every process repeats the same draws, in any order of enrolment, and no device can predict them. In simulations and
+Each draw is HMAC-SHA256 of purpose, round and name under the federation's secret, 32 random bytes in the records. Every
+process therefore repeats the same draws, in any order of enrolment, and no device can predict them. In simulations and
 tests the secret is derived from the federation's name and seed (setting ``draws``): the same seeds give the same model,
-but everybody can compute all draws.
+but all devices can compute all draws.
 
 Cohorts are drawn without replacement:
 

@@ -37,7 +37,7 @@ PERSONAL = "adaptive/personal"
 """Name of a value in the graph: bool [N], True if the personal model answers."""
 
 MARGIN = 1e-4
-"""Closest entropies (less their bases, in nats) that rounding cannot reorder."""
+"""Smallest difference of entropies (minus their bases, in nats) that rounding cannot reorder."""
 
 _SMALLEST_NORM = 1e-12
 """Scores of a smaller 2-norm have similarity 0, as in ``edge_sdk.methods.adaptive``."""

@@ -1,6 +1,6 @@
 """Export of a personal model to a checked ONNX file, for ``sparrow export`` and ``sparrow join --export``.
 
-    source -> dense model -> passes (``build``) -> preparation in front -> parity with the reference -> file in place
+    source -> dense model -> passes (``build``) -> preparation in front -> parity with the reference -> file
 
 Passes and calibration use prepared inputs. The file takes raw samples, and parity is checked on them, one at a time and
 in batches. The reference is the dense model, or the engine of a device.

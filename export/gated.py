@@ -41,7 +41,7 @@ GATES = "gate/scales"
 """Name of the gates in the graph, M' = M·I, [N, L]."""
 
 MARGIN = 1e-5
-"""Closest sums of importances that rounding cannot reorder."""
+"""Smallest difference of sums of importances that rounding cannot reorder."""
 
 
 def gated_model(

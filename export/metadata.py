@@ -24,7 +24,7 @@ SAID = {
     "steps",
     "missing",
 }
-"""Fields of a preparation that the metadata include."""
+"""Fields of a preparation that are part of the metadata."""
 
 
 def properties(manifest: Manifest, tensors: Tensors, **known: object) -> dict[str, str]:

@@ -44,14 +44,14 @@ OLDEST = 17
 """First version with LayerNormalization; ONNX Runtime 1.12 of 2022 runs it."""
 
 IR_VERSIONS = {17: 8, 18: 8, 19: 9, 20: 9, 21: 10, 22: 10}
-"""Container of each version of the operators, as ONNX released them together."""
+"""Container version of each version of the operators, as in ONNX's releases."""
 
 PREFIX = "older/"
 _FOLDED = ("Cast", "Concat", "Reshape", "Squeeze", "Unsqueeze")
-"""Operators with which exporters compute constant axes."""
+"""Operators that exporters use to compute constant axes."""
 
 LARGE = 4096
-"""Values from which an initialiser cannot contain axes or sizes."""
+"""Number of values from which on an initialiser cannot contain axes or sizes."""
 
 
 def older(model: ModelProto) -> ModelProto:

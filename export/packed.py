@@ -30,10 +30,10 @@ from sparrow.protocol.manifest import Array
 from .errors import ExportError
 
 MIN_VALUES = 256
-"""Smaller weights stay plain: the unpacking nodes take 380 to 450 bytes."""
+"""Smaller weights are not packed, because the unpacking nodes need 380 to 450 bytes."""
 
 MAX_VALUES = 2**28
-"""Larger weights stay plain: ONNX Runtime folds outputs up to 1 GiB, and every prediction would unpack them."""
+"""Larger weights are not packed: ONNX Runtime folds outputs up to 1 GiB, and every prediction would unpack them."""
 
 OLDEST_OPSET = 13
 """First opset with the axes and types that the operators use here."""

@@ -32,19 +32,19 @@ from .fusing import fuse
 from .running import accuracy, are_scores, batches_of, compare, load, run, runtime
 
 MIN_VALUES = 256
-"""Smaller tensors (biases, norms) stay float32: they need the precision and take little space."""
+"""Smaller tensors (biases, norms) stay float32, because they need the precision and little space."""
 
 MOST_CALIBRATION = 512
-"""Largest number of calibration samples, spread evenly: more hardly move the extremes."""
+"""Largest number of calibration samples, spread evenly; more hardly change the extremes."""
 
 MAX_FALL = 0.01
 """Largest accepted loss of accuracy in int8, as a share of all samples."""
 
 MIN_SPEEDUP = 1.05
-"""Smallest speedup for which int8 is chosen: less is within measurement error."""
+"""Smallest speedup for which int8 is chosen; less is within measurement error."""
 
 LINEAR = ("Gemm", "MatMul")
-"""Operators that read each weight once per sample and are limited by memory: int8 helps these first."""
+"""Operators that read each weight once per sample and are limited by memory, so that int8 helps them most."""
 
 OPERATORS = ("Add", "AveragePool", "Clip", "Concat", "Conv", "Flatten", *LINEAR, "MaxPool", "Pad", "Relu", "Reshape")
 """Quantised operators: those with weights, and those that pass int8 through. Normalisation stays float32."""

@@ -6,8 +6,8 @@ TARGET gets ``coordinator.sqlite3`` (for PostgreSQL ``records.dump``, by pg_dump
 
 Every file and its copy are checked against the digest; ``backup.json`` lists them all.
 
-The records are copied first, as of one moment, then the blobs that they name. A running coordinator deletes blobs that
-it does not need any more. If one of these is missing, the newer records and their blobs are copied. Blobs never change
+The records are copied first, from one transaction, then the blobs that they name. A running coordinator deletes blobs
+that it no longer needs. If one of these is missing, the newer records and their blobs are copied. Blobs never change
 under their names, so each is copied once.
 """
 
@@ -50,7 +50,7 @@ SUMMARY_FILE = "backup.json"
 BLOBS_FOLDER = "blobs"
 TRIES = 50
 KEY = re.compile(r"[0-9]{1,18}/[a-z]+/[A-Za-z0-9_-][A-Za-z0-9._-]*")
-"""Valid keys of blobs: a hostile backup could name files outside the folder."""
+"""Valid keys of blobs, because a hostile backup could name files outside the folder."""
 FORMAT = 2
 
 

@@ -1,14 +1,14 @@
 """Global models, manifests and graphs of federations, and the payloads cut from them.
 
-A payload follows from the assignment (model version, full or active ratio) and the device's mask. So it is not stored
-but packed on request, and a restarted coordinator packs the same bytes. The last few are cached (``payloads``).
+A payload follows from the assignment (model version, full or active ratio) and the device's mask. It is therefore not
+stored but packed on request, and a restarted coordinator packs the same bytes. The last ones are cached (``payloads``).
 
 A model is written under its digests before the transaction that records it (``tables.Model``). A file of a failed
 transaction is never served, and is removed once a later model exists. A method's own arrays are in a second file.
 
 Element masks, and neuron masks chosen by devices, are stored under their digests while a device holds them, so that it
-gets only changes or chosen values. If a method knows the values changed since a round, a device with that round's model
-gets only those.
+receives only changes or chosen values. If a method can determine the values changed since a round, a device with that
+round's model receives only these values.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Models:
         return known[1]
 
     def add_files(self, federation_id: int, manifest: Manifest, files: Mapping[FileName, bytes]) -> None:
-        """Store those of a manifest's files that are given, durably."""
+        """Store the given files of a manifest durably."""
         for name, digest in manifest.files.items():
             if name in files:
                 self._store.blobs.put(file_key(federation_id, digest), files[name])

@@ -1,7 +1,7 @@
 """Cache of payloads, each packed once for all devices that request it.
 
 A device asks twice (size and digest, then the bytes), a broken download asks again, and devices with equal payloads ask
-at the same time: the first call packs it, the others wait.
+at the same time. The first call packs the payload; the others wait.
 """
 
 from __future__ import annotations

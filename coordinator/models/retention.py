@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..storage.tables import Model
 
 DENSE = 10
-"""Models of one distance that are kept, before older ones are thinned to twice the distance."""
+"""Number of models kept at one distance, before older ones are thinned to twice the distance."""
 
 
 class Quality(NamedTuple):

@@ -1,1 +1,1 @@
-"""Records, metrics and lists that people and programs read."""
+"""Records, metrics and lists for users and programs."""

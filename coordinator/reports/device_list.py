@@ -49,7 +49,7 @@ Order = Literal[
 
 ENDED = (FederationStatus.finished.value, FederationStatus.stopped.value)
 Only = Literal["failing", "not_exported"]
-"""Selections of devices: those whose work fails or that could not join; those that have not exported their model."""
+"""Selections of devices: failing, or unable to join; without an exported model."""
 
 # SQL for some of the devices that take part, or could not join.
 FAILING = and_(Device.failure.is_not(None), Device.status != "revoked")
@@ -288,5 +288,5 @@ Word = TypeVar("Word", bound=Enum)
 
 
 def _word(kind: type[Word], stored: str | None) -> Word | None:
-    """Return a stored enum value, or None if there is none or this version does not know it."""
+    """Return a stored enum value; None if there is none, or if this version does not have it."""
     return next((word for word in kind if word.value == stored), None)

@@ -1,7 +1,7 @@
 """Prometheus metrics: counters of this process, and values from the records in a bounded number of queries.
 
 No label is per device. Counters restart with the process, as Prometheus expects. All series of a federation exist from
-its first scrape: an alert on the increase of a counter would miss the first events of a counter that begins with them.
+its first scrape, because an alert on a counter's increase would otherwise miss the first events.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ REASONS = (
     "WrongMediaType",
     "WrongRange",
 )
-"""Errors that refuse an update; others, such as a bug's, get a series with the first one."""
+"""Errors that refuse an update; other errors, such as bugs, get a series when they first occur."""
 DIRECTIONS = ("up", "down")
 STALLED_DEADLINES = 2
-"""Deadlines without a round that opens or closes after which a running federation is stalled."""
+"""Number of deadlines without an opened or closed round after which a running federation is stalled."""
 
 
 class Metrics:
@@ -257,7 +257,7 @@ class _Records(Collector):
 
 
 def _moved_at(db: Session) -> dict[int, float]:
-    """Return the last time at which a round opened or closed, by federation of the running ones."""
+    """Return the last time at which a round opened or closed, by running federation."""
     last = func.max(func.coalesce(Round.closed_at, Round.opened_at))
     newest = (
         select(Round.federation_id, last)
@@ -269,7 +269,7 @@ def _moved_at(db: Session) -> dict[int, float]:
 
 
 def stalled(db: Session, now: float) -> Iterator[tuple[str, float]]:
-    """Yield the name of each running federation that has not moved for ``STALLED_DEADLINES``, and the seconds since."""
+    """Yield each running federation without a new round for ``STALLED_DEADLINES``, and the seconds since the last."""
     moved_at = _moved_at(db)
     for federation in db.scalars(select(Federation).where(Federation.id.in_(moved_at))):
         still = now - moved_at[federation.id]

@@ -1,4 +1,4 @@
-"""The notice of secure rounds that closed without a sum; it lasts until a round has a sum again."""
+"""Notice of secure rounds that closed without a sum, until a round has a sum again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..rounds.secure import WHY_NO_SUM
 from ..storage.tables import Federation, Round
 
 LOOKED_AT = 100
-"""Closed rounds that are read."""
+"""Number of closed rounds that are read."""
 
 
 def missing_sums(db: Session, federation: Federation) -> Iterable[Notice]:

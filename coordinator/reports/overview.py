@@ -37,7 +37,7 @@ MOST_POINTS = 240
 MOST_NAMES = 100
 MOST_AWAITED = 25
 LOOK_BACK = 8
-"""Closed rounds that are read again, because upload costs and evaluations arrive after a round."""
+"""Number of closed rounds to read again, because upload costs and evaluations arrive after a round."""
 
 _SUMS = ("updates", "bytes_up", "bytes_down", "evaluation_bytes_up", "evaluation_bytes_down", "seconds")
 _LAST = (
@@ -51,12 +51,12 @@ _LAST = (
     "device_seconds_slowest",
 )
 MOST_FAILURES = 5
-"""Devices whose failures an overview lists; the device list has all."""
+"""Largest number of devices with listed failures; the device list has all."""
 WELL_BELOW = 0.03
-"""Accuracy of personal models below the global one that causes a warning."""
+"""Difference of accuracy by which personal models below the global model cause a warning."""
 ENDED = ("finished", "stopped")
 RECENT = 10
-"""Last rounds from which the remaining time is estimated."""
+"""Number of last rounds from which the remaining time is estimated."""
 _TRAINING = ("download", "train", "upload")
 _PHASES = (*_TRAINING, "evaluation")
 _JOULES = ("joules_measured", "joules_estimated")

@@ -32,7 +32,7 @@ from ..storage.tables import Assignment, Device, Round
 from .summary import summarise, upload_of
 
 RECORDS_AT_A_TIME = 10
-"""Records made and written in one transaction, of a possibly long training."""
+"""Number of records made and written in one transaction, because a training may be long."""
 
 
 class Records:

@@ -28,7 +28,7 @@ from ..rounds.secure_state import PHASES
 from ..storage.tables import Assignment, Round
 
 MOST_NAMES = 50
-"""Limit of different counts in a record, whose names devices choose."""
+"""Largest number of different counts in a record, because devices choose the names."""
 
 SUMMED_UNDER_MASKS = ("accuracy_personal", "accuracy_global", "loss_personal", "loss_global")
 """Means of an evaluation that come from secure aggregation in secure rounds."""

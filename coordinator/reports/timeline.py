@@ -17,7 +17,7 @@ from ..storage.store import Store
 from ..storage.tables import Event
 
 Owner = Literal["federation", "devices", "marked"]
-"""Whose events: of the federation itself, of its devices, or those that charts mark: its own and devices' failures."""
+"""Owner of events: the federation, its devices, or charts, which mark its own events and devices' failures."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Job:
         return own_settings(self.assignment.settings, kind)
 
     def planned(self, name: str, most: float) -> float:
-        """Return a number of the round's plan, or 0 if it has none. Raises ProtocolError unless it is in 0..most."""
+        """Return a number from the round's plan, 0 if missing. Raises ProtocolError unless it is in 0..most."""
         value = self.assignment.plan.get(name, 0)
         if isinstance(value, str) or not 0 <= value <= most:
             raise ProtocolError(f"plan.{name} is {str(value)[:40]!r}; expected a number from 0 to {most:g}")

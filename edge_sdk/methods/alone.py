@@ -35,8 +35,8 @@ def alone_of(state: DeviceState) -> Tensors | None:
 
 
 def with_alone(job: Job, start: Tensors, trained: Trained, mask: NeuronMask | None) -> Trained:
-    """Train the local-only model for a round under ``mask``, the first time from ``start``; return the combined
-    outcome."""
+    """Train the local-only model for a round under ``mask``; return the combined outcome. The first round starts from
+    ``start``."""
     if not job.own(AloneSettings).alone:
         return trained
     before = alone_of(job.state)

@@ -159,7 +159,7 @@ def _train(job: Job, part: Part, adjustment: Replacing | None = None) -> LocalRe
 
 
 def _moves(job: Job, part: Part) -> bool:
-    """Return whether any weight of the model trains."""
+    """Return True if any weight of the model is trained."""
     trained = part.trained or {}
     exist = part.elements or {}
     names = [spec.name for spec in job.manifest.tensors if spec.trainable]

@@ -1,4 +1,4 @@
-"""Random federated dropout, the device half: each round trains another narrow part of the global model.
+"""Random federated dropout, the device half: each round trains a different narrow part of the global model.
 
 Caldas, Konečný, McMahan, Talwalkar, "Expanding the Reach of Federated Learning by Reducing Client Resource
 Requirements", arXiv:1812.07210; Wen, Jeon, Huang, "Federated Dropout", arXiv:2109.15258, with a dropout rate for each

@@ -76,7 +76,7 @@ def adapt(job: Job) -> DeviceState:
 
 
 def finish(job: Job, tensors: Tensors) -> tuple[Tensors, int]:
-    """Train a model once more under a draw of this device's own at its budget; return it and the FLOPs."""
+    """Train a model once more, on neurons drawn by this device at its budget; return it and the FLOPs."""
     # An addition to the paper: with a small budget, frozen weights reduce overfitting to few samples.
     mask = None
     if job.budget < FULL_RATIO:

@@ -3,9 +3,9 @@
 Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane, "FjORD: Fair and Accurate Federated Learning under
 heterogeneous targets with Ordered Dropout", NeurIPS 2021, arXiv:2102.13451. A device of budget p receives, trains,
 sends and uses the network of the first max(1, floor(p n_l)) neurons of each layer. *Ordered dropout* (Algorithm 1):
-each local step draws a width q uniformly from p and those of {1/K, 2/K, .., 1} (``width_steps`` K) below p, and trains
-the first neurons at that width. *Self-distillation* (section 3.2): the outputs z_p of the device's widest network teach
-the drawn one,
+each local step draws a width q uniformly from p and the widths below p in {1/K, 2/K, .., 1} (``width_steps`` K), and
+trains the first neurons at that width. *Self-distillation* (section 3.2): the outputs z_p of the device's widest
+network teach the drawn one,
 
     L = CE(z_p, y) + (1 - α) CE(z_q, y) + α T² KL(softmax(z_p / T) ‖ softmax(z_q / T))        if q < p
     L = CE(z_p, y)                                                                            if q = p
@@ -62,7 +62,7 @@ class Settings(MethodSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train one round; the personal model is narrow, the rest of it zero."""
+    """Train one round; the personal model is zero outside the narrow network."""
     ratio = drawn(job).ratio
     mask = first_neurons(job.manifest, ratio)
     if job.own(Settings).widths == "uniform":
@@ -146,7 +146,7 @@ def take_steps_at(job: Job, below: Sequence[NeuronMask], draw: Callable[[], int]
 
 
 class _Inner:
-    """A network of some neurons of an engine's. Its running statistics are discarded."""
+    """A network of some of an engine's neurons. Its running statistics are discarded."""
 
     def __init__(self, engine: Engine, mask: NeuronMask) -> None:
         self._engine = engine.narrow(mask, None).engine
@@ -154,7 +154,7 @@ class _Inner:
         self.manifest = self._engine.manifest
 
     def add(self, batch: Batch, weights: Weights, gradients: Weights, teacher: Teacher | None) -> float:
-        """Return the loss on a batch at the whole network's ``weights``; add the gradients to ``gradients``."""
+        """Return the loss on a batch with the whole network's ``weights``; add the gradients to ``gradients``."""
         specs = {spec.name: spec for spec in self.manifest.tensors if spec.name in weights}
         self._engine.load({name: self._narrowing.take(spec, weights[name]) for name, spec in specs.items()})
 

@@ -27,7 +27,7 @@ Weights = dict[str, NDArray[np.float32]]
 """Trained parameters, or their gradients, by name."""
 
 STANDSTILL = 1e-30
-"""A learning rate that moves no weight, for rehearsals."""
+"""A learning rate that changes no weight, for rehearsals."""
 
 
 def trained_weights(engine: Engine) -> Weights:

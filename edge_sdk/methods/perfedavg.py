@@ -170,7 +170,7 @@ def evaluate(job: Job) -> Evaluated:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Keep the finished global model, adapted."""
+    """Adapt the finished global model to the device, and keep the result."""
     job.engine.load(whole_model(job.manifest, job.received))
     adapt_loaded(job)
     return replace(job.state, personal=job.engine.read())

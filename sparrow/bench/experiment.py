@@ -264,7 +264,7 @@ class Trial(_Part):
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit newer fields with default values, so that older rows keep their names."""
+        """Omit newer fields with default values, so that the names of older rows do not change."""
         fields: dict[str, Any] = dump(self)
         for name in ("test_sets", "judged_as"):
             if not fields.get(name):

@@ -18,12 +18,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("numpy", "onnx", "onnxruntime", "torch")
 OTHERS = ("benchmarks/rows", "benchmarks/queue.toml", "docs/results", "sparrow/bench/experiments/tuned.json")
-"""Files of results and of the order of trials: their changes do not affect computations."""
+"""Files of results and of the order of trials, whose changes do not affect computations."""
 VECTORS = {
     *("amx_bf16", "amx_int8", "amx_tile", "avx", "avx2", "avx512_bf16", "avx512_vnni", "avx512bw", "avx512f"),
     *("asimd", "asimddp", "avx_vnni", "bf16", "fma", "i8mm", "sse4_2", "sve"),
 }
-"""Instructions by which the runtimes choose kernels, and so the order of additions."""
+"""Instructions that determine the runtimes' kernels, and with them the order of additions."""
 
 
 @dataclass(frozen=True)

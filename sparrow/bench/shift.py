@@ -4,8 +4,8 @@ Each device is opened from its state folder with a ``--data`` that only changes 
 device half evaluates as in the federation's last evaluation. State folders and the coordinator's records do not change.
 
 With ``finetune_epochs``, the fine-tuned copy of a model is trained again, bitwise equal, once for all test sets of a
-device. One difference remains: a device that was never drawn had no personal model at the evaluation, and the one it
-has adapted later is ignored.
+device. One difference remains: a device that was never drawn had no personal model at the evaluation, and its later
+adapted model is ignored.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _covers(mask: ElementMask, model: Tensors) -> bool:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 _judge_one: Callable[[int], list[Evaluated]] | None = None
-"""The function of a worker process, from an index; inherited by the fork."""
+"""Function of a worker process, from an index to a result; inherited by the fork."""
 
 
 def _become_worker(judge_one: Callable[[int], list[Evaluated]]) -> None:

@@ -1,6 +1,6 @@
 """Readers of raw samples: tables (CSV, TSV, parquet), numpy files (npz, npy), and folders of pictures or sounds.
 
-A value that cannot be read is refused with its line, its column and the option that helps; every guess is reported.
+A value that cannot be read is refused with its line, its column and the option that helps; assumptions are reported.
 pyarrow, Pillow, soundfile and soxr are imported only for their formats.
 """
 

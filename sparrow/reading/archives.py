@@ -1,11 +1,11 @@
 """Numpy files to raw samples: npz with x and y, or pairs x_train, y_train, x_val, ...; npy without labels.
 
     x [N, ...]  y [N]       samples and labels; integers and text are classes, floats are numbers
-    person [N]              who made each sample (``roles.PEOPLE``); ``persons`` may name numbered people
+    person [N]              person of each sample (``roles.PEOPLE``); ``persons`` may name numbered people
     run [N]                 unbroken recording of each sample
     classes                 number of classes, or their names in order; integer labels are then positions in it
 
-Beside pairs, ``person_train`` and ``run_train`` belong to x_train. Samples keep their type, except that floats become
+With pairs, ``person_train`` and ``run_train`` belong to x_train. Samples keep their type, except that floats become
 float32, bool uint8, and large unsigned integers int64. Nothing is unpickled.
 """
 
@@ -198,7 +198,7 @@ def _raw_type(dtype: np.dtype[Any]) -> RawType:
 
 
 def _not_finite(called: str, inputs: Array, options: ReadOptions) -> NDArray[np.bool_]:
-    """Return the samples to leave out. Raises DataError for missing values without an option."""
+    """Return the samples to omit. Raises DataError for missing values without an option."""
     out = np.zeros(len(inputs), np.bool_)
     if inputs.dtype.kind != "f":
         return out

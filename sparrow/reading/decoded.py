@@ -1,4 +1,4 @@
-"""Samples in files, decoded one by one when they are taken."""
+"""Samples in files, decoded one by one when they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Decoded(Sequence[NDArray[Any]]):
-    """Samples that are decoded when they are taken."""
+    """Samples that are decoded when they are read."""
 
     # The argument of ``decode`` for each sample; its text names the file.
     places: tuple[Any, ...]

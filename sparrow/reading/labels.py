@@ -77,7 +77,7 @@ def _numeric(cells: Sequence[str], decimal: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Decided:
-    """labels: names or float32 numbers [N]. missing: samples without a label [N], None if all have one."""
+    """Converted labels: names or float32 numbers [N]. missing: samples without a label [N], None if all have one."""
 
     labels: NDArray[Any]
     kind: Kind
@@ -87,7 +87,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class Question:
-    """The kind of labels wanted, and their position in messages."""
+    """The required kind of labels, and their position for messages."""
 
     source: str
     # A sample's position in words.

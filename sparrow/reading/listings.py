@@ -25,7 +25,7 @@ SPAN = ("start", "end")
 
 
 def files_column(table: Table, options: ReadOptions, *, measured: bool) -> int | None:
-    """Return the position of a column of pictures or sounds. measured: the federation's tables are measurements."""
+    """Return the position of a column of pictures or sounds. measured: the federation's tables have measurements."""
     if measured or options.time is not None:
         return None
     for place, name in enumerate(table.names):

@@ -1,4 +1,4 @@
-"""A check of each file before training."""
+"""Check of each file before training."""
 
 from __future__ import annotations
 

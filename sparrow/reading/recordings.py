@@ -1,6 +1,6 @@
 """Tables of long recordings, one row per reading, to windows: float32 [N, T, C].
 
-A recording ends if the label, the person, or a column such as ``recording`` changes, or if the time goes back or jumps
+A recording ends if the label, the person, or a column such as ``recording`` changes, or if the time decreases or jumps
 by more than ``JUMP`` periods. The rate is 1 / usual step. Rows missing within a recording are interpolated. Windows do
 not cross recordings.
 """
@@ -192,7 +192,7 @@ def _check_channels(raw: Raw, preparation: Preparation | None) -> None:
 
 
 def _of_rows(rows: Rows, kept: NDArray[np.bool_]) -> Raw:
-    """Return the ``kept`` rows of the file, of which ``rows`` may have lost some already."""
+    """Return the ``kept`` rows of the file; ``rows`` are the rows that are left."""
     if not kept.any():
         raise DataError(
             f"{rows.raw.source}: every row lacks a value, so missing=drop leaves none; drop columns instead"
@@ -229,7 +229,7 @@ def _median(source: str, name: str, steps: NDArray[np.float64]) -> float:
 
 
 def _plain(rate: float) -> float:
-    """Return a rate, rounded to an integer if it is one except for jitter."""
+    """Return a rate, rounded to an integer if it differs only by jitter."""
     near = round(rate)
     return float(near) if near and abs(rate / near - 1) < LIKE / 2 else float(f"{rate:.6g}")
 

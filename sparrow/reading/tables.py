@@ -334,7 +334,7 @@ class _Reading:
 
 
 def _counts(values: NDArray[np.float64], start: int) -> bool:
-    """Return whether the values continue a count of rows from 0 or 1."""
+    """Return True if the values count the rows from 0 or 1."""
     wanted = np.arange(start, start + len(values))
     return bool(np.array_equal(values, wanted) or np.array_equal(values, wanted + 1))
 

@@ -35,10 +35,10 @@ LOOK_SECONDS = 1.0
 """Interval for updating the progress bar; the end of a slice is noticed at once."""
 
 END_SECONDS = 30.0
-"""Seconds until slices that do not end are killed, which their state survives."""
+"""Seconds until slices that do not end are killed; their state survives."""
 
 STORE_BYTES = 100_000_000
-"""Size of Ray's object store, if it is started here: only small objects use it."""
+"""Size in bytes of Ray's object store, if it is started here; it has only small objects."""
 
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -217,7 +217,7 @@ def _sum(results: list[Result]) -> Result:
 
 
 def _check_layout(root: Path, of: int) -> None:
-    """Raise StateError if the folder is of another number of slices, whose devices would not find their state."""
+    """Raise StateError if the folder is of another number of slices, because devices would not find their state."""
     others = {path.name.rpartition("-")[2] for path in root.glob("slice-*-of-*")} - {str(of)}
     if others:
         raise StateError(

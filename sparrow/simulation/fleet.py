@@ -46,7 +46,7 @@ from .host import Host, OnnxTrainer, Plan, Stepped, TorchTrainer, Trainer
 from .result import Result, read_ended
 
 LOOK_SECONDS = 10.0
-"""Duration of a long poll for open work; failed hosts are noticed after at most as long."""
+"""Duration of a long poll for open work, and longest time until a failed host is noticed, seconds."""
 
 OVER = (FederationStatus.finished, FederationStatus.stopped)
 MEMORY = Path("/dev/shm")
@@ -213,7 +213,7 @@ def _reference(root: Path, transport: Transport, federation: str, manifest: Mani
 # --- executors -------------------------------------------------------------------------------------------------------
 
 _here = threading.local()
-"""``host``: the host of this thread."""
+"""``host``: the host in this thread."""
 
 
 def _become_worker(make_host: Callable[[], Host]) -> None:
@@ -349,7 +349,7 @@ class _Run:
             raise
 
     def _wait_for_steps(self) -> None:
-        """Wait until no device is in a step; one may still repeat its last upload after the end."""
+        """Wait until no device is in a step, because a device may still repeat its last upload after the end."""
         with self._lock:
             while not self._lock.wait_for(lambda: not self._busy, LOOK_SECONDS):
                 self._raise_interrupt()
@@ -369,7 +369,7 @@ class _Run:
         self._given &= {assignment.assignment_id for assignment in work.assignments}
 
     def _go_on(self, index: int) -> None:
-        """Start a device's next step if one is due and none is running: it has only one session."""
+        """Start a device's next step if one is due and none is running, because a device has only one session."""
         with self._lock:
             if self._due[index] and index not in self._busy and not self._ending:
                 self._due[index] -= 1
@@ -437,7 +437,7 @@ class _Run:
             raise error
 
     def _cancel(self) -> None:
-        """Wait for running steps and start no others."""
+        """Wait for running steps without starting new ones."""
         self._ending = True
         self.executor.shutdown(wait=True, cancel_futures=True)
 

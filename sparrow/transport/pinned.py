@@ -27,13 +27,13 @@ Resolve = Callable[[str, int], Iterable[str]]
 
 TIMEOUT = httpx.Timeout(10.0, connect=5.0)
 MOST_TRIED = 3
-"""Addresses of a name that a call tries."""
+"""Largest number of a name's addresses that a call tries."""
 
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 class NotDelivered(SdkError):
-    """The call was not made, or not accepted; the text says why."""
+    """The call was not made, or not accepted; the text has the reason."""
 
 
 def resolve(host: str, port: int) -> list[str]:
@@ -44,7 +44,7 @@ def resolve(host: str, port: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Destination:
-    """An address for calls. networks: those of its addresses that are allowed although they are not public."""
+    """An address for calls. networks: non-public networks that are allowed."""
 
     url: httpx.URL
     networks: tuple[Network, ...] = ()
@@ -126,7 +126,7 @@ class Destination:
 
 
 def _inner(address: Address) -> Address:
-    """Return the IPv4 address to which packets for an IPv6 address may be sent on, or the address itself."""
+    """Return the IPv4 address embedded in an IPv6 address, to which packets may be forwarded, or the address itself."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
     if address in NAT64:

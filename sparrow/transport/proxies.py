@@ -54,7 +54,7 @@ class ProxySetting(Setting):
 
     @property
     def remedy(self) -> str:
-        """How to reach the host without the proxy."""
+        """The setting that reaches the host without the proxy."""
         return f"add {in_url(self.host)} to no_proxy if it needs no proxy"
 
 
@@ -71,7 +71,7 @@ def proxy_for(url: httpx.URL) -> ProxySetting | None:
 
 
 def covers(no_proxy: str, url: httpx.URL) -> bool:
-    """Return whether this value of ``no_proxy`` names the URL's host. Entries of an unknown form name no host."""
+    """Return True if this value of ``no_proxy`` includes the URL's host. Entries of an unknown form are ignored."""
     names = {_name(url.host), _name(url.raw_host.decode("ascii"))}
     addresses = _addresses(url.host)
     port = url.port or DEFAULT_PORTS.get(url.scheme)
