@@ -1,8 +1,8 @@
-# make demo   set up, run the main job, show what came out; with KEEP=1 its page stays open
+# make demo   set up, run the demo, show its results; with KEEP=1 its page stays open
 # make test   set up, run the fast tests: 2.5 minutes on 2 cores; .ci/run runs all
 # make chaos  1,000 kills and faults, within an hour on 2 cores; rows in runs/, and with ROWS=FILE there; then 19,500 random training steps
 # make dist   a wheel in dist/, to install on other machines; make release checks and makes what is published
-# make rows   the committed list of long trials, on what one core has to spare; DATA=DIR has their data
+# make rows   run the committed list of long trials at low priority on one core; DATA=DIR has their data
 # make site   docs/ as a site, in .site
 # make test-arm64   the device's side on aarch64, emulated; as root, with debootstrap and qemu-user-static
 PYTHON ?= python3
@@ -21,11 +21,11 @@ demo: $(VENV)/.demo
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# What pages in browsers need: to train, and to check signatures.
+# Packages for pages in browsers: training, and checking signatures.
 runtime: setup
 	$(BIN)/sparrow web
 
-# Of similar cases, such as all methods, tests choose one of each kind; with ALL=1 they test all.
+# Tests choose one of each kind of similar cases, such as methods; with ALL=1 they test all.
 export TEST_ALL := $(ALL)
 
 # Tests start hundreds of processes, each of which would compile our modules again.
@@ -36,11 +36,11 @@ export PYTHONDONTWRITEBYTECODE :=
 test-integration: runtime
 	$(BIN)/python -m pytest -n $$((($$(nproc) * 3 + 1) / 2)) --dist worksteal -m 'integration and not slow'
 
-# Those that need an idle machine: they measure time and memory, or wait for deadlines of seconds.
+# Tests that need an idle machine: they measure time and memory, or wait for deadlines of seconds.
 test-slow: runtime
 	$(BIN)/python -m pytest -m slow --ignore tests/system/test_zoo.py
 
-# Not in CI: the fast tests with httpx2, which is chosen where it is installed: here in a folder of its own, so that other tests use httpx.
+# Not in CI: the fast tests with httpx2. It is used if installed, so it has a separate folder here, and other tests use httpx.
 test-httpx2: setup
 	$(PIP) --upgrade --no-deps --target runs/httpx2 $(HTTPX2)
 	PYTHONPATH=$(CURDIR)/runs/httpx2 $(BIN)/python -m pytest -n auto --dist worksteal
@@ -50,7 +50,7 @@ test-zoo: setup
 	$(PIP) --constraint constraints.txt --editable '.[adapters,zoo]' torchvision==0.28.0
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/system/test_zoo.py
 
-# Not in CI, which runs a federation of each kind. MORE=--resume goes on after the rows that are there; MORE=--help says what else.
+# Not in CI, which runs one federation of each kind. MORE=--resume continues after the existing rows; MORE=--help lists the options.
 chaos: setup
 	$(BIN)/python -m tests.system.chaos --rows $(or $(ROWS),runs/chaos.jsonl) $(MORE)
 	$(BIN)/python -m tests.graph_fuzzing --graphs 19500 --seed 1000
@@ -73,31 +73,31 @@ format: setup
 demo-seeds: setup
 	$(BIN)/python -m benchmarks.demo_seeds
 
-# Hours to weeks; Ctrl-C, and the same again, at any time. Rows come into benchmarks/rows, to be committed.
+# Takes hours to weeks. Ctrl-C stops it, and the same command resumes it. Commit the rows in benchmarks/rows.
 rows: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks queue --data $(or $(DATA),$(error DATA=DIR says where the data are))
 
-# What the pages of docs/results say of committed rows, and their pictures.
+# The generated sections and pictures of docs/results, from committed rows.
 results: setup
 	$(BIN)/python -m benchmarks claims --pictures
 
-# The pictures of README; needs Chromium.
+# The pictures of README. Needs Chromium.
 pictures: setup
 	$(BIN)/python docs/pictures.py
 
-# What an earlier build left would come into the wheel as well, and an old egg-info here hides an installation's entry points. It needs no set-up: nothing of ours is imported.
+# Files of an earlier build would be included in the wheel, and an old egg-info here hides an installation's entry points. No set-up is needed, because no module of the project is imported.
 dist:
 	rm -rf build dist
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	rm -rf build *.egg-info
 
-# A release of the version in setup.py, from a clean tree: both archives in dist/, tried in a new environment, and notes.
+# A release of the version in setup.py, from a clean tree: both archives in dist/, tested in a new environment, and notes.
 release: setup
 	$(PIP) build twine
 	$(BIN)/python .ci/release.py
 
-# Broken links fail it; tests/docs finds most of them sooner.
+# Fails on broken links; tests/docs finds most of them earlier.
 site: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
@@ -113,12 +113,12 @@ $(VENV)/.made:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	touch $@
 
-# What the demo needs, a small part of what the tests need, and no PyTorch.
+# The packages of the demo: a small part of the tests' packages, without PyTorch.
 $(VENV)/.demo: $(VENV)/.made pyproject.toml setup.py constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[demo]'
 	touch $@
 
-# torch comes first and pinned: resolved with the rest, its newest build would bring gigabytes of CUDA.
+# torch is installed first and pinned, because the newest build would add gigabytes of CUDA.
 $(VENV)/.torch: | $(VENV)/.made
 	$(PIP) $(TORCH)
 	touch $@

@@ -121,7 +121,7 @@ def _wait(
             return process.communicate(timeout=max(0.0, min(LOOK_SECONDS, deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
             if stop is not None and stop.is_set():
-                raise Stopped("it was ended before it had an answer") from None
+                raise Stopped("it was stopped before it answered") from None
             if time.monotonic() >= deadline:
                 raise TookTooLong(f"it takes longer than {seconds:g} s") from None
 

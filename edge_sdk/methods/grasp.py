@@ -114,7 +114,7 @@ def score(job: Job) -> Scored:
         loss = engine.loss(outputs, batch[1])
         if not math.isfinite(loss):
             raise TrainingDiverged(
-                f"the loss is {loss} before any training", "publish a sound model", failure=GRADIENTS
+                f"the loss is {loss} before any training", "publish a model with a finite loss", failure=GRADIENTS
             )
         seen += len(batch[1])
         loss_sum += loss * len(batch[1])
@@ -126,7 +126,7 @@ def score(job: Job) -> Scored:
             add(name, part)
 
     scores = {name: weights[name] * product for name, product in mean(bend, number).items()}
-    check_finite(scores, "a score", "publish a sound model, or raise temperature")
+    check_finite(scores, "a score", "publish a model with finite gradients, or raise temperature")
     return Scored(scores, seen, loss_sum / seen)
 
 

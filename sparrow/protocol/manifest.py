@@ -542,7 +542,9 @@ def _initial(spec: TensorSpec, seed: int, published: Tensors) -> Array:
         else:
             raise ManifestError(f"{spec.name}: its initial values must be published with the manifest")
     if not np.isfinite(values).all():
-        raise ManifestError(f"{spec.name}: an initial value is not finite in float32; publish a sound model")
+        raise ManifestError(
+            f"{spec.name}: an initial value is not finite in float32; publish a model with finite values"
+        )
     return values
 
 

@@ -26,7 +26,9 @@ def pack(manifest: Manifest, which: Values, tensors: Mapping[str, Array]) -> byt
         with np.errstate(over="ignore"):
             values = np.ascontiguousarray(tensors[spec.name]).astype(kind)
         if kind.kind == "f" and not np.isfinite(values).all():
-            raise ManifestError(f"{spec.name}: a {which} value is not finite in {kind.name}; publish a sound model")
+            raise ManifestError(
+                f"{spec.name}: a {which} value is not finite in {kind.name}; publish a model with finite values"
+            )
         parts.append(values.tobytes())
     return b"".join(parts)
 

@@ -258,7 +258,7 @@ def _labels(
         said.append(f"{entry} of shape {stored.shape} was read as {stored.shape[:1]}")
         stored = stored[:, 0]
     if stored.shape[:1] != (samples,):
-        raise DataError(f"{called} has shape {stored.shape} beside {samples:,} samples; give one label per sample")
+        raise DataError(f"{called} has shape {stored.shape} for {samples:,} samples; give one label per sample")
     if stored.ndim == 2:
         said.append(f"the one-hot rows of {entry} were read as classes 0 to {stored.shape[1] - 1}")
         stored = _from_one_hot(called, stored, declared)

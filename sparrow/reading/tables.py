@@ -238,7 +238,7 @@ class _Reading:
                     f"leave the column out: drop={name}"
                 )
             if tally.empty and place not in declared:
-                raise self._error(f"the column {name} holds no value; leave it out: drop={name}")
+                raise self._error(f"the column {name} is empty; omit it with drop={name}")
             if tally.first_missing is not None and self._options.missing is None:
                 line, text = tally.first_missing
                 raise self._error(
@@ -288,7 +288,7 @@ class _Reading:
         name = self._table.names[place]
         if reason is None:
             if not names.values():
-                raise self._error(f"the column {name} holds no value; leave it out: drop={name}")
+                raise self._error(f"the column {name} is empty; omit it with drop={name}")
             return
         text, line = next(
             (text, line) for text, line in zip(names.found, names.firsts, strict=True) if not is_missing(text)

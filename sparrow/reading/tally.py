@@ -80,7 +80,7 @@ class Tally:
 
     @property
     def empty(self) -> bool:
-        """Return whether the column holds no value."""
+        """Return True if the column is empty."""
         return self.numbers + self.alike + self.texts == 0
 
 

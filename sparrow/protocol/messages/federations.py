@@ -76,7 +76,7 @@ class ModelInfo(Answer):
     round: int | None = Field(description="Round that made it; 0: the first model; null: unknown")
     bytes: int
     model_sha256: str | None
-    undone: bool = Field(description="Whether an operator has gone back to an older one since")
+    undone: bool = Field(description="Whether an operator has since rolled back to an older model")
     current: bool = Field(description="Whether the next round starts from it")
     accuracy: float | None = Field(
         default=None,

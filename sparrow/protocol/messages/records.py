@@ -96,7 +96,7 @@ class RoundRecord(Answer):
     model_sha256: str | None
     base_version: int | None = Field(default=None, description="Global model at the round's start")
     model_version: int | None = Field(default=None, description="Global model at the round's end")
-    undone: bool = Field(default=False, description="Whether an operator has gone back to an older model since")
+    undone: bool = Field(default=False, description="Whether an operator has since rolled back to an older model")
 
 
 class DeviceReport(Answer):
