@@ -2,6 +2,7 @@
 
     python -m benchmarks.zoo            describes and compiles each, writes the table in docs/own-model.md; 5 minutes
     python -m benchmarks.zoo --times    prints the processor seconds that compiling each takes, on one thread
+    python -m benchmarks.zoo --times --against FOLDER [NAME ...]    in turn with another working tree, and the ratio
 
 Needs the extra ``zoo``; it downloads no weights.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -324,6 +327,44 @@ def seconds(entry: Entry) -> float:
     return time.process_time() - begun
 
 
+def seconds_in(tree: Path, name: str) -> float:
+    """Return the processor seconds with the code of a working tree, in its own process.
+
+    Raises CalledProcessError if the model does not compile.
+    """
+    # The first compilation imports libraries.
+    code = (
+        "import runpy, sys; zoo = runpy.run_path(sys.argv[1]); zoo['torch'].set_num_threads(1); "
+        "zoo['seconds'](zoo['ZOO']['TCN']); print(zoo['seconds']({**zoo['ZOO'], **zoo['LARGER']}[sys.argv[2]]))"
+    )
+    found = os.pathsep.join(filter(None, (str(tree.resolve()), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).resolve()), name],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": found},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return float(done.stdout.split()[-1])
+
+
+def compare(names: list[str], other: Path) -> None:
+    """Print the processor seconds of each model with another working tree and with this one, and their ratio."""
+    for number, name in enumerate(names):
+        trees = [other, Path(__file__).parents[1]]
+        taken: dict[Path, float] = {}
+        # In turn, so that neither always runs first.
+        for tree in trees if number % 2 == 0 else reversed(trees):
+            try:
+                taken[tree] = seconds_in(tree, name)
+            except subprocess.CalledProcessError as error:
+                print(f"{name}: not compiled in {tree}: {error.stderr.splitlines()[-1][:200]}", flush=True)
+        if len(taken) == len(trees):
+            before, now = (taken[tree] for tree in trees)
+            print(f"{name}: before {before:.1f} s, now {now:.1f} s, ratio {now / before:.2f}", flush=True)
+
+
 def _targets(model: nn.Module, inputs: Tensor) -> Tensor:
     with torch.no_grad():
         answer = model.eval()(inputs)
@@ -357,10 +398,18 @@ def main() -> int:
     """Write the table, or print the times."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description="Describe and compile each model.")
     parser.add_argument("--times", action="store_true", help="print processor seconds of compiling, write no table")
-    if parser.parse_args().times:
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="with --times: the other working tree")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="with --times: models (default: all)")
+    options = parser.parse_args()
+    timed = {**ZOO, **LARGER}
+    names = options.names or list(timed)
+    if options.times and options.against is not None:
+        compare(names, options.against)
+        return 0
+    if options.times:
         torch.set_num_threads(1)
-        for name, entry in {**ZOO, **LARGER}.items():
-            print(f"{name}: {seconds(entry):.1f} s", flush=True)
+        for name in names:
+            print(f"{name}: {seconds(timed[name]):.1f} s", flush=True)
         return 0
     rows = []
     for name in ZOO:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from functools import partial
 
-import httpx
 import numpy as np
 import pytest
 
@@ -20,6 +19,7 @@ from edge_sdk.device.watchdog import Watchdog
 from edge_sdk.tasks.digits import load
 from sparrow.protocol import bundle
 from sparrow.protocol.messages import Assignment, Evaluation, Receipt
+from sparrow.transport import httpx
 
 from ..coordinator.fakes import DIGITS
 from ..edge_sdk.conditions import conditions

@@ -2,7 +2,6 @@
 
 import shutil
 
-import httpx
 import pytest
 
 from edge_sdk import join
@@ -13,7 +12,7 @@ from edge_sdk.errors import StateCopied
 from edge_sdk.tasks.digits import load
 from sparrow.command_line.exits import Exit
 from sparrow.protocol.messages import Enrol, Start
-from sparrow.transport import connect
+from sparrow.transport import connect, httpx
 
 from .conftest import wait_until
 
