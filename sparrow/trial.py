@@ -9,6 +9,8 @@ from typing import Any
 
 GRAPH = "sparrow.step"
 """Name of the graph among the tensors of a request."""
+TYPES = {"tensor(float)": "float32", **{f"tensor({kind})": kind for kind in ("int64", "int32", "uint8", "bool")}}
+"""ONNX Runtime's names of the manifest's types."""
 
 
 def answer(request: bytes) -> bytes:
@@ -28,10 +30,9 @@ def answer(request: bytes) -> bytes:
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     chance = np.random.Generator(np.random.PCG64(0))
     feeds: dict[str, Any] = {}
-    types = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
     for each in session.get_inputs():
         if each.name in held:
-            feeds[each.name] = held[each.name].astype(types[each.type], copy=False)
+            feeds[each.name] = held[each.name].astype(TYPES[each.type], copy=False)
             continue
         shape = [size if isinstance(size, int) else len(held["input"]) for size in each.shape]
         feeds[each.name] = chance.standard_normal(shape, np.float32)

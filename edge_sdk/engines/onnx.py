@@ -20,6 +20,7 @@ from sparrow.graphs.tangents import ALONG, FLOW, flow_graph
 from sparrow.graphs.variants import batch_statistics, distil, judge_outputs, likelihoods, scale_outputs, weigh
 from sparrow.protocol.manifest import Manifest, Tensors
 from sparrow.protocol.masks import NeuronMask
+from sparrow.trial import TYPES
 
 from .optimiser import Optimiser, Rule
 from .parts import bits_of, frozen_in_part, leaves_of
@@ -40,7 +41,6 @@ DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.flo
     "uniform": lambda chance, shape: chance.random(shape, np.float32),
     "normal": lambda chance, shape: chance.standard_normal(shape, np.float32),
 }
-TYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_, "tensor(int32)": np.int32}
 
 
 # One arena for all sessions of a process, which grows by the missing bytes. By default each session doubles its own.

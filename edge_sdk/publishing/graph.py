@@ -30,7 +30,7 @@ class Traced:
 
 
 @contextmanager
-def _slow_attention() -> Iterator[None]:
+def slow_attention() -> Iterator[None]:
     """Context manager: run torch's transformer layers as separate operators, not as one fused operator."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -43,7 +43,7 @@ def _slow_attention() -> Iterator[None]:
 def trace(model: nn.Module, example: torch.Tensor) -> Traced:
     """Return the graph of ``model``, in its present mode, on ``example`` [N, ...]. Raises UnsupportedLayer."""
     try:
-        with _slow_attention(), warnings.catch_warnings(), torch.no_grad():
+        with slow_attention(), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, (example.clone(),), strict=False)
     # Tracing runs the user's forward on stand-ins for tensors; a failure there may be any exception.

@@ -218,6 +218,32 @@ def _recurrent(op: Operation) -> Any:
     return made
 
 
+def _cell(op: Operation) -> Any:
+    """One step of a recurrent cell: the state has the units that the weights' columns have."""
+    value = op.of(0)
+    hidden = op.at(1) if isinstance(op.at(1), (list, tuple)) else [op.at(1)]
+    states = [op.state.of(argument) for argument in hidden]
+    weights = [op.state.of(argument) for argument in list(op.given.values())[2:6] if argument is not None]
+    if value is None or not all(each is not None and each.fixed for each in weights):
+        return unknown(op)
+    units = _recurrent_layer(op, value.known[-1], [[each for each in weights if each is not None]])
+    for state in states:
+        if state is not None:
+            op.neurons.join(state.axes[-1], units)
+    axes = (*value.known[:-1], units)
+    return [op.value(each.shape, axes) for each in op.result] if op.several else axes
+
+
+def _weight_norm(op: Operation) -> Any:
+    """Scale the rows of a direction: direction, scale and result have the same neurons."""
+    direction = op.of(0)
+    scale = op.of(1)
+    if direction is None or scale is None:
+        return unknown(op)
+    axes = broadcast(op, [direction, scale])
+    return [op.value(direction.shape, axes), op.value(scale.shape, scale.axes)] if op.several else axes
+
+
 def _recurrent_layer(op: Operation, below: Axis, ways: Sequence[Sequence[Value]]) -> Axis:
     """Return the units of a recurrent layer on the neurons ``below``, direction after direction."""
     lies: Axis = ()
@@ -225,7 +251,7 @@ def _recurrent_layer(op: Operation, below: Axis, ways: Sequence[Sequence[Value]]
         units = second.known[1]
         op.neurons.join(below, first.axes[1])
         for rows in (first, second, *biases):
-            op.neurons.join(units * _GATES[op.name], rows.axes[0])
+            op.neurons.join(units * _GATES[op.name.replace("_cell", "")], rows.axes[0])
         lies += units
     return op.neurons.resolve(lies)
 
@@ -250,5 +276,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("batch_norm", "instance_norm", "group_norm", "prelu"), _channel_norm),
     **dict.fromkeys(("layer_norm", "rms_norm"), _layer_norm),
     **dict.fromkeys(_GATES, _recurrent),
+    **dict.fromkeys((f"{name}_cell" for name in _GATES), _cell),
+    **dict.fromkeys(("_weight_norm", "_weight_norm_interface"), _weight_norm),
 }
 """Operator -> rule."""

@@ -306,7 +306,18 @@ _SAME = (
     "tril",
     "triu",
 )
-_ELEMENTWISE = ("hardswish", "log_sigmoid", "rsub", "copy", "special_expit", "masked_fill", "where")
+_ELEMENTWISE = (
+    "hardswish",
+    "log_sigmoid",
+    "rsub",
+    "copy",
+    "special_expit",
+    "masked_fill",
+    "where",
+    "__and",
+    "__or",
+    "__xor",
+)
 """Elementwise operators that torch does not tag as such."""
 _REDUCED = ("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "prod", "norm", "linalg_vector_norm", "any")
 _SHAPED = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_copy", "ravel")

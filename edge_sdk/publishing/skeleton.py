@@ -21,7 +21,7 @@ from torch import nn
 from sparrow.protocol.errors import ManifestError, MissingPart
 from sparrow.protocol.manifest import Manifest
 
-from .graph import UnsupportedLayer
+from .graph import UnsupportedLayer, slow_attention
 from .modes import evaluating
 from .translations import Fourier
 
@@ -99,14 +99,40 @@ def export_forward(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
 def _exported(
     model: nn.Module, example: torch.Tensor, within: contextlib.AbstractContextManager[Any]
 ) -> onnx.ModelProto:
+    proto = _traced(model, example, within)
+    if _is_free(proto):
+        return proto
+    failure: Exception | None = None
+    # torch's tracer takes ``len(x)`` for a constant; its compiler, which is slower, does not.
+    try:
+        proto = _traced(model, example, within, compiled=True)
+    except Exception as error:
+        failure = error
+    if failure is not None or not _is_free(proto):
+        raise UnsupportedLayer(
+            f"{type(model).__name__} cannot be exported to ONNX: its batch size is fixed. Let forward take it from the "
+            f"inputs, as x.shape[0]"
+        ) from failure
+    return proto
+
+
+def _is_free(proto: onnx.ModelProto) -> bool:
+    return bool(proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param)
+
+
+def _traced(
+    model: nn.Module, example: torch.Tensor, within: contextlib.AbstractContextManager[Any], *, compiled: bool = False
+) -> onnx.ModelProto:
     # Export leaves stand-ins in recurrent layers.
     model = copy.deepcopy(model)
     # The exporter would take a batch axis of 1 for a constant.
     batch = torch.cat([example[:1], example[:1]])
+    free = _free_batch(model)
     try:
-        with evaluating(model), exporting(), torch.no_grad(), within:
+        with evaluating(model), exporting(), torch.no_grad(), slow_attention(), within:
+            source = torch.export.export(model, (batch,), dynamic_shapes=free, strict=True) if compiled else model
             program = torch.onnx.export(
-                model,
+                source,
                 (batch,),
                 dynamo=True,
                 optimize=False,
@@ -114,7 +140,7 @@ def _exported(
                 opset_version=OPSET,
                 input_names=["input"],
                 output_names=["output"],
-                dynamic_shapes=_free_batch(model),
+                dynamic_shapes=free,
             )
     except ImportError as error:
         raise MissingPart("export needs onnx and onnxscript: pip install 'sparrow-fl[publish]'") from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -117,6 +119,19 @@ def batch_of(manifest, samples):
 def test_a_step_that_runs_as_predicted_passes_its_trial():
     graphs, manifest = step_of([node("Relu", "input", "positive")], (4,))
     try_step(graphs, check_graphs(graphs, manifest)[0], {"w": np.ones(1, np.float32)}, *batch_of(manifest, 3))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "int32"])
+def test_a_trial_takes_tensors_of_every_type(dtype):
+    graphs, manifest = step_of([node("Relu", "input", "positive")], (4,))
+    step = onnx.load_from_string(graphs.step)
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    step.graph.input.append(helper.make_tensor_value_info("held", kind, [3]))
+    graphs = replace(graphs, step=step.SerializeToString())
+    tensors = {"w": np.ones(1, np.float32), "held": np.ones(3, dtype)}
+    try_step(
+        graphs, check_graphs(*step_of([node("Relu", "input", "positive")], (4,)))[0], tensors, *batch_of(manifest, 3)
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory")

@@ -2,13 +2,14 @@ import hashlib
 import logging
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import nn
 
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.graph import UnsupportedLayer
-from edge_sdk.publishing.skeleton import make_skeleton
+from edge_sdk.publishing.skeleton import export_forward, make_skeleton
 from sparrow.protocol.errors import ManifestError
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
@@ -106,6 +107,38 @@ def test_what_torch_cannot_export_is_refused(manifest):
 
     with pytest.raises(UnsupportedLayer, match="Branch cannot be exported to ONNX"):
         make_skeleton(Branch(), EXAMPLE, manifest)
+
+
+class Counted(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.use, self.out = use, nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out(self.use(x))
+
+
+COUNTS = {
+    "zeros": lambda x: x + torch.zeros(len(x), 4),
+    "expand": lambda x: x * torch.ones(1, 4).expand(len(x), -1),
+    "view": lambda x: x.view(len(x), 2, 2).flatten(1),
+}
+
+
+@pytest.mark.parametrize("how", COUNTS)
+def test_a_batch_size_by_len_stays_free(how):
+    model = Counted(COUNTS[how])
+    proto = export_forward(model, torch.zeros(2, 4))
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    samples = torch.randn(5, 4)
+    (found,) = session.run(None, {"input": samples.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(samples).detach())
+
+
+@pytest.mark.parametrize("use", [lambda x: x.reshape(2, 4), lambda x: x + torch.zeros(2, 4)])
+def test_a_fixed_batch_size_is_refused(use):
+    with pytest.raises(UnsupportedLayer, match=r"batch size is fixed.*x\.shape\[0\]"):
+        export_forward(Counted(use), torch.zeros(2, 4))
 
 
 def test_the_digest_is_written_into_a_new_manifest(manifest, skeleton):

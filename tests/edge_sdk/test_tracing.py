@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from edge_sdk.publishing.coupling import describe
 from edge_sdk.publishing.graph import UnsupportedLayer
@@ -594,7 +595,39 @@ def shuffled(x):
     return x.view(len(x), 2, 3, *x.shape[2:]).transpose(1, 2).flatten(1, 2)
 
 
+def stepped(self, x):
+    """A recurrent cell over time, from a state of zeros."""
+    state = x.new_zeros(len(x), 4)
+    if isinstance(self.rnn, nn.LSTMCell):
+        state = (state, state)
+    for step in x.unbind(1):
+        state = self.rnn(step, state)
+    return self.out(state[0] if isinstance(state, tuple) else state)
+
+
+def between(self, x):
+    """The values of a hidden layer that lie in a range."""
+    hidden = self.hidden(x)
+    return self.out(hidden * ((hidden > -0.5) & (hidden < 0.5)))
+
+
 ANY = {
+    "LSTM cell": (lambda: Calls(stepped, rnn=nn.LSTMCell(3, 4), out=nn.Linear(4, 2)), (5, 3), {"rnn": 4}),
+    "GRU cell": (lambda: Calls(stepped, rnn=nn.GRUCell(3, 4), out=nn.Linear(4, 2)), (5, 3), {"rnn": 4}),
+    "RNN cell": (lambda: Calls(stepped, rnn=nn.RNNCell(3, 4, bias=False), out=nn.Linear(4, 2)), (5, 3), {"rnn": 4}),
+    "weight norm": (
+        lambda: nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.ReLU(), weight_norm(nn.Linear(4, 2))),
+        (3,),
+        {"0.parametrizations.weight": 4},
+    ),
+    "weight norm of a convolution": (
+        lambda: Calls(
+            lambda self, x: self.out(self.conv(x).mean(2)), conv=weight_norm(nn.Conv1d(2, 4, 3)), out=nn.Linear(4, 2)
+        ),
+        (2, 6),
+        {"conv.parametrizations.weight": 4},
+    ),
+    "range": (lambda: Calls(between, hidden=nn.Linear(3, 4), out=nn.Linear(4, 2)), (3,), {"hidden": 4}),
     "LSTM": (
         lambda: Calls(
             lambda self, x: self.out(self.rnn(x)[0][:, -1]), rnn=nn.LSTM(3, 4, 2, batch_first=True), out=nn.Linear(4, 2)
