@@ -117,7 +117,7 @@ def quantise(model: ModelProto, inputs: Array, *, operators: Sequence[str] = OPE
 
 @dataclass(frozen=True)
 class Trial:
-    """One measured precision."""
+    """The measurements of one precision."""
 
     name: str
     # Milliseconds of one sample on one thread, median.

@@ -341,13 +341,17 @@ def _theorem_table(group: Group) -> Iterator[dict[str, str]]:
 _TABLES = (
     (
         "Masks",
-        "After the last round: mean over pairs, in brackets the least and the most similar. *By chance*: the Jaccard "
-        "index of random masks that keep as many in each layer. *r*: Pearson's correlation over pairs, p by Mantel's "
-        "test. Blocks that are always on are left out.",
+        "After the last round: mean over pairs, with the least and the most similar pair in parentheses. *By chance*: "
+        "the Jaccard index of random masks with the same number of entries per layer. *r*: Pearson's correlation over "
+        "pairs, p by Mantel's test. Blocks that are always active are excluded.",
         _masks_table,
     ),
     ("Global mask", "The mask of the one sparse model after the last round.", _global_table),
-    ("Shared weights", "Share of a device's mask that the global mask has, too, after the last round.", _private_table),
+    (
+        "Shared weights",
+        "Share of a device's mask that is also in the global mask, after the last round.",
+        _private_table,
+    ),
     ("Personal models", "Distance of two devices' trainable values after the last round.", _models_table),
     (
         "Gates",
@@ -357,9 +361,9 @@ _TABLES = (
     ),
     (
         "Theorem 1",
-        "Means over devices and two masks drawn for this alone. Q, σ² and L bound all rounds and devices, so what is "
-        "measured, the largest of any device after the last round, bounds them from below. The theorem needs QL / p² "
-        "<= 1.",
+        "Means over devices and two masks drawn for this analysis. Q, σ² and L are bounds over all rounds and devices. "
+        "The largest measured value of any device after the last round is therefore a lower bound of each. The theorem "
+        "requires QL / p² <= 1.",
         _theorem_table,
     ),
 )

@@ -85,12 +85,12 @@ def cost_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
 
 
 _NOTE = (
-    "Accuracy of the first label minus the other's, each at what the cheaper of the two has cost in the end, between "
-    "judged rounds by a straight line; in brackets Student's 95 % interval over seeds, where there are two or more. "
-    "FLOPs are those of training and of the fine-tuned copies that are judged; joules are those of training and its "
-    f"transfers. {ABSENT}: no judged round is so cheap, or the cost is unknown."
+    "Accuracy of the first label minus the other's, both at the final cost of the cheaper one, interpolated linearly "
+    "between evaluated rounds. The parentheses contain Student's 95 % interval over seeds, if there are two or more. "
+    "FLOPs include training and the evaluated fine-tuned copies; joules include training and its transfers. "
+    f"{ABSENT}: no evaluated round has such a low cost, or the cost is unknown."
 )
-_OLD = "These rows are older than the counting of fine-tuned copies, which are missing in their FLOPs."
+_OLD = "These rows are from before fine-tuned copies were counted, so their FLOPs do not include them."
 
 
 def _known(costs: Mapping[str, Cost], done: Iterable[Recorded]) -> dict[str, Cost]:

@@ -30,11 +30,11 @@ def mechanism_sections(found: Sequence[Group]) -> list[str]:
 
 
 _NOTE = (
-    "Counts of the devices' and the coordinator's halves of the method, sums over rounds and devices, means over "
-    f"seeds. *{IDLE[0].upper()}{IDLE[1:]}*: a count that proves that the method did what it is named for is zero over "
-    f"all rounds, so the trial did not test it. *{HARDLY[0].upper()}{HARDLY[1:]}*: it touched less than "
-    f"{100 * LEAST_SHARE:.0f} % of what it may. *Not counted*: the rows are older than such counts. "
-    f"{ABSENT}: plain training, or a method that names no such count."
+    "Counts of the devices' and the coordinator's halves of the method, as sums over rounds and devices and means over "
+    f"seeds. *{IDLE[0].upper()}{IDLE[1:]}*: a count that shows the method's mechanism is zero over all rounds, so the "
+    f"trial did not test the method. *{HARDLY[0].upper()}{HARDLY[1:]}*: the mechanism took less than "
+    f"{100 * LEAST_SHARE:.0f} % of its possible actions. *Not counted*: the rows are older than these counts. "
+    f"{ABSENT}: plain training, or a method without such a count."
 )
 
 
@@ -78,8 +78,8 @@ def share_sections(found: Sequence[Group]) -> list[str]:
     if not by_block:
         return []
     note = (
-        "Values of the blocks that were on, mean over batches, and of those that any batch of a device's round touched "
-        "and that went up: shares of the model's, means over device-rounds and seeds."
+        "Values of the active blocks, as a mean over batches, and of the uploaded blocks, which any batch of a "
+        "device's round has used. Both are shares of the model's values, and means over device-rounds and seeds."
     )
     tables = for_each_group(by_block, lambda group: label_table(group.trials, SHARE_COLUMNS))
     return ["## Used share of the model", "", note, "", *tables]

@@ -90,8 +90,8 @@ def _warnings(lines: Sequence[str]) -> list[str]:
     return others
 
 
-REPEATED = ("On each device's ", "The interval in brackets is", "The interval is over the devices")
-"""Beginnings of notes that docs/benchmarks.md has, too."""
+REPEATED = ("On each device's ", "The interval in parentheses is", "The interval is over the devices")
+"""Beginnings of notes that docs/benchmarks.md also has."""
 
 
 def draw_all(

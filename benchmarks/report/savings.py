@@ -80,8 +80,8 @@ def saving_sections(found: Sequence[Group]) -> list[str]:
     if not saved:
         return []
     note = (
-        "As a share of the cost of the same method without it, of sums over the seeds that both have; accuracy with "
-        "early stopping minus accuracy without."
+        "Savings are shares of the same method's cost without early stopping, from sums over the seeds that both have. "
+        "Accuracy is with early stopping minus without."
     )
     return ["## Savings of early stopping", "", note, "", *saved]
 

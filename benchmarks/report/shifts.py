@@ -51,12 +51,12 @@ _AS_JUDGED = (
 
 
 _SHIFT_NOTE = (
-    "This share of each device's test samples is replaced by draws from all devices' test samples; nothing is trained. "
-    + _AS_JUDGED
+    "This share of each device's test samples is replaced by samples drawn from all devices; models are not trained "
+    "further. " + _AS_JUDGED
 )
 
 
-_SOURCE_NOTE = "The same models on test samples of each kind alone. " + _AS_JUDGED
+_SOURCE_NOTE = "The same models on test samples of only one kind. " + _AS_JUDGED
 
 
 _CORRUPTION_NOTE = (

@@ -105,22 +105,23 @@ def _share_until(
 
 
 def _upload_note(experiment: Experiment) -> str:
-    mean = "by test samples" if experiment.tests_on_published else "each alike"
-    seeds = " In brackets Student's 95 % interval over seeds." if len(experiment.seeds) > 1 else ""
+    mean = "weighted by test samples" if experiment.tests_on_published else "unweighted"
+    seeds = " The parentheses contain Student's 95 % interval over seeds." if len(experiment.seeds) > 1 else ""
     return (
-        f"The best accuracy so far, devices counted {mean}, at the last judged round up to which all devices together "
-        "have uploaded at most so much: bodies of updates as counted on the wire, MiB = 2^20 bytes, evaluation apart. "
-        "The best is chosen on the test data, as papers do, so it lies above what a deployment could choose, and no "
-        f"finer than the rounds between evaluations; mean over seeds.{seeds} {ENDED}: a trial ended before the cap, so "
-        f"it is the best of fewer bytes. {ABSENT}: no judged round fits."
+        f"The best accuracy so far, {mean} over devices, at the last evaluated round with at most this total upload of "
+        "all devices. Upload is the bodies of updates as counted on the wire, without evaluation; MiB = 2^20 bytes. "
+        "The best is chosen on the test data, as in papers, so it is higher than a deployment could select. Only "
+        f"evaluated rounds are considered. Means over seeds.{seeds} {ENDED}: a trial ended before the limit, so the "
+        f"best has fewer bytes. {ABSENT}: no evaluated round fits."
     )
 
 
 def _target_note(experiment: Experiment) -> str:
-    mean = "by test samples" if experiment.tests_on_published else "each alike"
+    mean = "weighted by test samples" if experiment.tests_on_published else "unweighted"
     return (
-        f"All devices' uploads until the first judged round with at least that accuracy, devices counted {mean}: "
-        "bodies of updates as counted on the wire, MiB = 2^20 bytes, evaluation apart. Mean over seeds, and each; "
-        f"{ABSENT}: not reached. Then the same over {experiment.methods[0].label}'s with the same seed, where both "
-        "reached it. Whoever is judged more often is found earlier."
+        f"The total upload of all devices until the first evaluated round with at least this accuracy, {mean} over "
+        "devices. Upload is the bodies of updates as counted on the wire, without evaluation; MiB = 2^20 bytes. The "
+        f"mean over seeds, and each seed; {ABSENT}: not reached. The last columns divide it by "
+        f"{experiment.methods[0].label}'s upload with the same seed, if both reached it. Methods that are evaluated "
+        "more often appear to reach it earlier."
     )

@@ -98,7 +98,7 @@ class Telemetry:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Measured]:
-        """Measure the block; ``cost`` is set afterwards, unless it raised."""
+        """Context manager: measure the block, and set ``cost`` on a normal exit."""
         self._on_phase(name)
         measured = Measured()
         self._paused = 0.0

@@ -73,7 +73,7 @@ class Membership(BaseModel):
 
 @dataclass(frozen=True)
 class Saved:
-    """The content of the file."""
+    """The content of ``model.safetensors``."""
 
     # The model, or its difference from ``reference``, by name.
     stored: Tensors

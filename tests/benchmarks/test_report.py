@@ -273,7 +273,7 @@ def test_one_seed_has_the_bootstrap_over_devices():
     assert pair.interval == pytest.approx((19.5 - half, 19.5 + half), abs=0.15)
     assert paired(group.trials["FedSPU"], group.trials["FedAvg"]) == pair  # chance is seeded
     page = report_text(plan, done, command=COMMAND)
-    assert "over the devices of one seed only (bootstrap, 10,000 resamples)" in page
+    assert "over the devices of one seed (bootstrap, 10,000 resamples)" in page
     assert "±" not in page
     assert cells(page, "FedSPU", "Accuracy after")[0] == "69.5"
 
@@ -506,7 +506,7 @@ def test_fine_tuned_copies_count_among_the_flops_and_old_rows_say_that_they_do_n
     old = [done[0], record(other, (0.5, 0.5))]
     page = report_text(plan, old, command=COMMAND)
     assert cells(page, "FedAvg+FT", "Rounds, traffic")[7:9] == ["100", "not counted"]
-    assert "These rows are older than the counting of fine-tuned copies" in page
+    assert "These rows are from before fine-tuned copies were counted" in page
 
 
 def test_inference_costs_what_the_judged_models_cost():
@@ -599,8 +599,8 @@ def test_the_best_accuracy_so_far_at_fixed_upload_is_a_mean_with_students_interv
         "45.0 (-272.7 to 362.7)",
         "75.0 (11.5 to 138.5) †",
     ]
-    assert "†: a trial ended before the cap" in page
-    assert "devices counted each alike" in page
+    assert "†: a trial ended before the limit" in page
+    assert "unweighted over devices" in page
 
 
 def test_with_one_seed_there_is_no_interval_and_without_caps_no_table(plan, recorded):
@@ -608,7 +608,7 @@ def test_with_one_seed_there_is_no_interval_and_without_caps_no_table(plan, reco
     done = [record(trial, (0.5, 0.5), uploads(0.2, 0.3, 0.25, 0.4)) for trial in trials(single, "tiny", {})]
     page = report_text(single, done, command=COMMAND)
     assert cells(page, "FedSPU", "Accuracy at fixed") == ["–", "20.0", "30.0", "40.0"]
-    assert "In brackets Student's" not in page
+    assert "The parentheses contain Student's 95 % interval over seeds. †" not in page
     assert "fixed upload" not in report_text(plan, recorded, command=COMMAND)
 
 
@@ -635,7 +635,7 @@ def test_on_the_published_test_set_devices_count_by_test_samples():
     page = report_text(plan, done, command=COMMAND)
     assert cells(page, "FedSPU", "Accuracy at fixed") == ["–", "20.0", "30.0", "40.0"]
     assert "- Data: test = published" in page
-    assert "devices counted by test samples" in page
+    assert "weighted by test samples over devices" in page
     assert (
         "slice of the published test set, whose weighted mean for a global model is its accuracy on the whole" in page
     )

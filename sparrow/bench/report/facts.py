@@ -147,7 +147,7 @@ def tuning_lines(experiment: Experiment, record: Mapping[str, Any]) -> list[str]
 
 _TUNING_NOTE = (
     "Chosen by accuracy on validation data at the end of a tuning run; test data are not used. *Too short*: less "
-    "than half of the run. *At the edge*: no larger, or no smaller, rate or number of epochs was tried beside the best."
+    "than half of the run. *At the edge*: the best learning rate or number of epochs is the largest or smallest tried."
 )
 
 
@@ -158,7 +158,7 @@ def warning_lines(experiment: Experiment, recorded: Sequence[Recorded]) -> list[
     lines = []
     if len(done) < len(expected):
         lines += [
-            f"**Incomplete: {len(done)} of {len(expected)} trials.** Means over different seeds do not compare; "
+            f"**Incomplete: {len(done)} of {len(expected)} trials.** Means over different seeds are not comparable; "
             "paired differences use the seeds that both labels have.",
             "",
         ]

@@ -60,7 +60,7 @@ def accuracy_sections(experiment: Experiment, found: Sequence[Group]) -> list[st
         f"On {_test_data(experiment)}, of its personal model or, if the method has none, of the "
         "global one. Means over devices are unweighted, weighted means are by test samples; all are means over seeds"
         f"{', ± is the standard deviation over seeds' if seeds > 1 else ''}. The bottom decile is the floor(N/10)-th "
-        "worst of N devices. Nothing is chosen among rounds.",
+        "worst of N devices. No round is selected.",
         "",
     ]
     if len(found) > 1:
@@ -95,7 +95,7 @@ def budget_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]
     return [
         "## By budget",
         "",
-        f"The same by the budget that a device has under {first.label}; under the other it may have another.",
+        f"The same, by the device's budget under {first.label}; its budget under the other label may differ.",
         "",
         *for_each_group(found, lambda group: _compared_by_budget(group, first.label)),
     ]
@@ -110,20 +110,20 @@ def _cost_sections(found: Sequence[Group]) -> list[str]:
     lines += [
         "## Rounds, traffic and work",
         "",
-        "Sums over rounds and devices until the last round, means over seeds; the device's state is a mean over "
-        "devices. Bytes are bodies of payloads and updates as counted on the wire, MB = 10^6, evaluation apart. FLOPs "
-        "are counted from shapes and masks; *with fine-tuning* adds the copies that were judged at the end. *Judged "
-        "models*: what one sample costs on a device, weights of zero left out, as in a narrow network: mean over "
-        "devices and seeds, in brackets the least and the most. *Rounds to 80 %*: the first evaluated round at that "
-        "share of the trial's own best mean accuracy, so no finer than the rounds between evaluations.",
+        "Sums over rounds and devices until the last round, means over seeds. The device's state is a mean over "
+        "devices. Bytes are the bodies of payloads and updates as counted on the wire, without evaluation; MB = 10^6. "
+        "FLOPs are counted from shapes and masks; *with fine-tuning* adds the copies that were evaluated at the end. "
+        "*Judged models*: the cost of one sample on a device without zero weights, as in a narrow network: mean over "
+        "devices and seeds, with minimum and maximum in parentheses. *Rounds to 80 %*: the first evaluated round with "
+        "this share of the trial's best mean accuracy.",
         "",
         *for_each_group(found, lambda group: label_table(group.trials, COST_COLUMNS)),
         "## Time and energy",
         "",
-        "Sums over rounds and devices, training with its transfers, means over seeds; wall seconds from the first call "
-        "to the last. These are of the machine named above, on which devices slow each other down. Joules that were "
-        "measured (or derived from a measurement) and joules that were estimated are never added; seconds with "
-        "unknown energy are separate.",
+        "Sums over rounds and devices of training with its transfers, means over seeds. Wall seconds are from the "
+        "first call to the last, on the machine named above, on which devices slow each other down. Measured joules "
+        "(or derived from a measurement) and estimated joules are never added; seconds with unknown energy are "
+        "separate.",
         "",
         *for_each_group(found, lambda group: label_table(group.trials, TIME_COLUMNS)),
     ]
@@ -178,14 +178,13 @@ def _compared_by_budget(group: Group, first: str) -> list[str]:
 def _interval_note(seeds: int) -> str:
     if seeds == 1:
         return (
-            f"The interval is over the devices of one seed only (bootstrap, {RESAMPLES:,} resamples): with one seed "
-            "nothing else can be known, and it does not show how far another seed would move the mean."
+            f"The interval is over the devices of one seed (bootstrap, {RESAMPLES:,} resamples). It does not include "
+            "the variation between seeds."
         )
     return (
-        "The interval in brackets is Student's over the means of the seeds: devices of one seed share a global model, "
-        "and those of another have other data, so seeds are the independent units, and so few of them are not "
-        "resampled. Where only one seed is done, it is over the devices of that seed only (bootstrap, "
-        f"{RESAMPLES:,} resamples)."
+        "The interval in parentheses is Student's over the means of the seeds. Seeds are the independent units, "
+        "because devices of one seed share a global model. With only one finished seed, the interval is over the "
+        f"devices of this seed (bootstrap, {RESAMPLES:,} resamples)."
     )
 
 
