@@ -30,8 +30,8 @@ called `coordinator` are ignored.
 
 TOKENS = """
 If no token of a kind is set or was created, all callers may use its calls. That is suitable only for one machine;
-the coordinator logs a warning when it is reached from another machine. If tokens of all three kinds exist, a caller
-without one learns nothing except the answers of `/healthz` and `/readyz`. Callers send `Authorization: Bearer
+the coordinator logs a warning when it is reached from another machine. If tokens of all three kinds exist, callers
+without a token can read only `/healthz` and `/readyz`. Callers send `Authorization: Bearer
 <token>`. The SDK's commands and Python functions read `SPARROW_ENROLMENT_TOKEN` (join, fleet), `SPARROW_ADMIN_TOKEN`
 (publish, federation, device, evaluate) and `SPARROW_OBSERVER_TOKEN` (fleet, status, track, model). `sparrow token`
 creates tokens that are limited in number and time. [operating.md](operating.md) describes tokens, TLS, rate limits,

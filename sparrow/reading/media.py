@@ -126,7 +126,7 @@ def _reader(listing: Listing, options: ReadOptions, preparation: Preparation | N
 
 
 def other_reader(source: str, found: str, preparation: Preparation) -> DataError:
-    """Return the error for data of another kind than the federation's samples."""
+    """Return the error for data whose kind differs from the federation's samples."""
     return DataError(f"{source}: {found}, the federation's samples are {_IN_FEDERATION[preparation.reader]}")
 
 

@@ -157,7 +157,7 @@ class Doing(str, Enum):
 
 
 class DeviceFailure(Answer):
-    """Why a device's work failed: an explained failure, or the text of a client other than the SDK."""
+    """The reason why a device's work failed: an explained failure, or the text of another client."""
 
     reason: str
     round: int | None = Field(description="null if it had no work")

@@ -73,7 +73,7 @@ def chance_of_failure(devices: int, gone: int, neighbours: int, threshold: int) 
     others = devices - 1
 
     def short(left: int) -> float:
-        """Return the chance that fewer than t of k are among the ``left`` of the others."""
+        """Return the chance that fewer than t of the k neighbours are among ``left`` remaining devices."""
         ways = sum(
             math.comb(left, kept) * math.comb(others - left, neighbours - kept)
             for kept in range(max(0, neighbours - (others - left)), min(threshold, neighbours + 1, left + 1))
