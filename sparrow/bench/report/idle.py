@@ -86,5 +86,7 @@ def idle_lines(recorded: Sequence[Recorded]) -> list[str]:
         shares = mean_shares([trial for trial in recorded if trial.trial.label == label])
         few = {name: share for name, share in shares.items() if share < LEAST_SHARE}
         if few and label not in names:
-            warnings.append(f"**{label}: {HARDLY}** ({listed(few)}): its figures are weak evidence about the mechanism.")
+            warnings.append(
+                f"**{label}: {HARDLY}** ({listed(few)}): its figures are weak evidence about the mechanism."
+            )
     return [line for warning in warnings for line in (warning, "")]
