@@ -227,9 +227,12 @@ def read_stored(kind: type[Message], value: object) -> Message | None:
 def explain(error: ValidationError) -> str:
     """Return the location and reason of a pydantic error in one line."""
     first = error.errors(include_url=False)[0]
-    where = ".".join(map(str, first["loc"])) or "body"
+    where = ".".join(map(str, first["loc"]))
+    reason = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
+    # Checks across fields have no location; their text names the fields.
+    text = f"{where or 'body'}: {reason}" if where or first["type"] != "value_error" else reason
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{where}: {first['msg']}{more}; the page at /docs describes this call"
+    return f"{text}{more}; the page at /docs describes this call"
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from sparrow.command_line.nearest import nearest
 from sparrow.protocol.errors import BadArgument
 from sparrow.protocol.events import EventKind
 from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.tags import KEY
 from sparrow.transport.pinned import Destination
 
 from .fleet.access import KINDS, Kind
@@ -31,6 +32,11 @@ DATA_DIR = Path("~/.local/state/sparrow-coordinator")
 
 SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 """Variables of Kubernetes and Docker for a service named ``coordinator``, except the address in ``PORT``."""
+
+
+def keys_of(text: str) -> list[str]:
+    """Return the keys of tags that are listed with commas between."""
+    return [key.strip() for key in text.split(",") if key.strip()]
 
 
 class Settings(BaseSettings):
@@ -136,6 +142,11 @@ class Settings(BaseSettings):
         description="Networks that are not public but may receive the webhook's calls, such as `10.1.2.0/24`, with "
         "commas between",
     )
+    metric_tags: str = Field(
+        default="",
+        description="Keys of devices' tags that the metrics count, separated by commas, such as `board`; a label's "
+        "values are visible to everyone who reads the metrics",
+    )
     min_free_bytes: int = Field(
         default=256 * 1024**2,
         ge=0,
@@ -167,6 +178,14 @@ class Settings(BaseSettings):
                 f"such as the output of openssl rand -hex 24"
             )
         return token
+
+    @field_validator("metric_tags")
+    @classmethod
+    def _tag_keys(cls, text: str) -> str:
+        for key in keys_of(text):
+            if not re.fullmatch(KEY, key):
+                raise ValueError(f"{key!r} cannot be a tag's key; give keys such as board,site")
+        return text
 
     @model_validator(mode="after")
     def _tokens_differ(self) -> Settings:

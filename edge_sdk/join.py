@@ -44,6 +44,7 @@ from sparrow.protocol.fields import NAME_PATTERN
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import Assignment, FederationInfo
 from sparrow.protocol.signatures import is_fingerprint
+from sparrow.protocol.tags import BadSelection, check_form
 from sparrow.transport import connect, httpx, refuse_foreign, tls
 
 from . import arguments as read
@@ -113,7 +114,8 @@ class JoinOptions:
 
     enrolment_token: default: SPARROW_ENROLMENT_TOKEN. patience_seconds: longest wait for a coordinator that does not
     answer; None: no limit. first_seconds: the same before its first answer; None: patience_seconds. take_over: continue
-    with a copied or restored state folder, and refuse its other copies. trust: certificates for https.
+    with a copied or restored state folder, and refuse its other copies. tags: the device's, such as board=orin; None:
+    those that it gave before. trust: certificates for https.
     """
 
     budget: float | None = None
@@ -139,6 +141,7 @@ class JoinOptions:
     patience_seconds: float | None = None
     first_seconds: float | None = None
     take_over: bool = False
+    tags: Mapping[str, str] | None = None
     trust: tls.Tls | None = None
 
     def __post_init__(self) -> None:
@@ -162,6 +165,11 @@ class JoinOptions:
                 f"publisher={self.publisher!r} is not a fingerprint; give the eight groups of four hexadecimal digits "
                 f"that sparrow publish printed"
             )
+        if self.tags is not None:
+            try:
+                check_form(self.tags)
+            except BadSelection as error:
+                raise BadArgument(str(error)) from None
 
     def demands(self) -> Demands:
         """Return the demands on rounds. Raises BadArgument for an invalid range or an unreadable file."""
@@ -343,6 +351,7 @@ def _session_options(
         local_noise=noise,
         memory_limit=options.memory_limit,
         take_over=options.take_over,
+        tags=None if options.tags is None else dict(options.tags),
     )
 
 
@@ -552,6 +561,7 @@ def _command(options: argparse.Namespace) -> None:
     allocator.give_back()
     given = {each.name: getattr(options, each.name) for each in fields(JoinOptions) if hasattr(options, each.name)}
     given["policy"] = _policy(options.policy, dict(options.limit))
+    given["tags"] = dict(options.tag) or None
     # A person sees that nothing happens and can correct the address; a service waits for its coordinator.
     first = FIRST_SECONDS if options.wait is None and sys.stderr.isatty() else None
     chosen = JoinOptions(**given, patience_seconds=options.wait, first_seconds=first, trust=tls.from_options(options))
@@ -592,6 +602,7 @@ def _options(parser: Parser) -> None:
         action="store_true",
         help="continue with a copied or restored state folder, and refuse its other copies",
     )
+    read.add_pairs(parser, "--tag", "tag this device, such as board=orin; may be repeated")
     parser.add_argument(
         "--budget",
         type=_budget,

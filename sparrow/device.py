@@ -1,6 +1,8 @@
 """``sparrow device``: list, inspect, revoke and remove the devices of a federation.
 
 sparrow device list lab
+sparrow device list lab --where "board=orin and site!=lab"
+sparrow device tag lab pi-3 board=orin site=
 sparrow device show lab pi-3        its work, costs and failures
 sparrow device revoke lab pi-3
 sparrow device remove lab pi-3      revoke it, and leave it out of lists
@@ -11,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from edge_sdk.arguments import add_federation
+from edge_sdk.arguments import add_federation, read_setting
 from edge_sdk.device.transport import Transport
 from edge_sdk.errors import NotFound
 
@@ -31,6 +33,7 @@ def _options(parser: Parser) -> None:
     for name, text in {
         "list": "list the devices of a federation",
         "show": "show a device's work, costs and failures",
+        "tag": "set a device's tags, in place of its own; KEY= gives the device's own back",
         "revoke": "revoke a device's token permanently",
         "remove": "revoke a device's token permanently, and remove the device from lists and counts",
     }.items():
@@ -38,6 +41,10 @@ def _options(parser: Parser) -> None:
         add_federation(part)
         if name != "list":
             part.add_argument("device", metavar="DEVICE", help="the device's name")
+        if name == "list":
+            part.add_argument("--where", default="", metavar="TAGS", help="by tags, such as 'board=orin and site!=lab'")
+        if name == "tag":
+            part.add_argument("tags", nargs="+", type=read_setting, metavar="KEY=VALUE", help="such as board=orin")
         if name in ("revoke", "remove"):
             add_yes(part)
         add_coordinator(part)
@@ -47,10 +54,12 @@ def _run(options: argparse.Namespace) -> None:
     with connected(options) as transport:
         # if it does not exist, the error lists the federations
         transport.federation(options.federation)
-        devices = transport.devices(options.federation)
+        where = options.where if options.command == "list" else ""
+        devices = transport.devices(options.federation, where)
         if options.command == "list":
             found = [each.model_dump(mode="json") for each in devices]
-            print(json.dumps(found) if options.json else as_table(devices) if devices else "no devices yet")
+            none = f"no devices with {where}" if where else "no devices yet"
+            print(json.dumps(found) if options.json else as_table(devices) if devices else none)
             return
         device = _named(devices, options.device)
         if options.command == "revoke":
@@ -58,6 +67,9 @@ def _run(options: argparse.Namespace) -> None:
             return
         if options.command == "remove":
             _remove(options, transport, device)
+            return
+        if options.command == "tag":
+            _tag(options, transport, device)
             return
         history = transport.device(device.device_id)
         print(history.model_dump_json() if options.json else describe(history))
@@ -87,9 +99,21 @@ def _remove(options: argparse.Namespace, transport: Transport, device: DeviceInf
     print(json.dumps({"removed": device.device_id}) if options.json else f"device {printable(device.name)} is removed")
 
 
+def _tag(options: argparse.Namespace, transport: Transport, device: DeviceInfo) -> None:
+    change = ChangeDevice(set_tags={key: value or None for key, value in options.tags})
+    transport.change_device(device.device_id, change)
+    (after,) = (each for each in transport.devices(options.federation) if each.device_id == device.device_id)
+    print(json.dumps(after.tags) if options.json else f"{printable(after.name)}: {tags_of(after) or 'no tags'}")
+
+
+def tags_of(device: DeviceInfo) -> str:
+    """Return a device's tags in one line, such as ``board=orin site=lab``."""
+    return " ".join(f"{key}={value}" for key, value in sorted(device.tags.items()))
+
+
 def as_table(devices: list[DeviceInfo]) -> str:
     """Return a table of devices."""
-    head = ("device", "doing", "budget", "accuracy", "seconds", "board", "last seen", "failure")
+    head = ("device", "doing", "budget", "accuracy", "seconds", "board", "tags", "last seen", "failure")
     rows = [
         (
             device.name,
@@ -98,6 +122,7 @@ def as_table(devices: list[DeviceInfo]) -> str:
             _shown_percent(device.accuracy),
             _shown(device.seconds, ".1f"),
             device.profile.board[:30] or "-",
+            tags_of(device) or "-",
             moment(device.seen_at),
             "-" if device.failure is None else device.failure.reason[:80],
         )
@@ -152,6 +177,7 @@ def describe(history: DeviceHistory) -> str:
         "budget": f"{device.budget:g}" + (f", limited by {device.limited_by.value}" if device.limited_by else ""),
         "board": device.profile.board or "unknown",
         "system": device.profile.system or "unknown",
+        "tags": tags_of(device) or "none",
         "enrolled": moment(device.enrolled_at),
         "last seen": moment(device.seen_at),
         "exported": "yes" if device.exported else "no",
@@ -185,7 +211,7 @@ def describe(history: DeviceHistory) -> str:
 
 COMMAND = Command(
     "sparrow device",
-    "List, inspect, revoke and remove the devices of a federation.",
+    "List, inspect, tag, revoke and remove the devices of a federation.",
     _options,
     _run,
     epilog="Set SPARROW_ADMIN_TOKEN to the admin token if the coordinator requires one.",

@@ -64,7 +64,7 @@ COMMANDS = {
     "evaluate": Source("sparrow.evaluate", "evaluate a global model on your test file"),
     "publish": Source("edge_sdk.publish", "create a federation", "device,publish", trains=True),
     "federation": Source("sparrow.federation", "list, create, control and delete federations"),
-    "device": Source("sparrow.device", "list, inspect, revoke and remove devices"),
+    "device": Source("sparrow.device", "list, inspect, tag, revoke and remove devices"),
     "model": Source("sparrow.model", "list and download global models"),
     "data": Source("sparrow.data", "check a file of samples", "device"),
     "join": Source("edge_sdk.join", "take part in a federation as a device", "device", trains=True, torch=False),

@@ -109,6 +109,7 @@ def _wanted(options: argparse.Namespace) -> CreateToken:
             uses=options.uses,
             seconds=options.expires,
             federation=options.federation,
+            where=options.where,
         )
     except ValidationError as error:
         found = faults(error, CreateToken.model_fields)
@@ -127,13 +128,14 @@ def _print_made(options: argparse.Namespace, made: MadeToken) -> None:
 
 def as_table(found: list[TokenInfo]) -> str:
     """Return a table of tokens."""
-    head = ("id", "kind", "status", "federation", "uses", "expires", "made by", "note")
+    head = ("id", "kind", "status", "federation", "where", "uses", "expires", "made by", "note")
     rows = [
         (
             each.id,
             each.kind,
             each.status,
             each.federation or "any",
+            each.where or "-",
             str(each.uses) + (f" of {each.max_uses}" if each.max_uses else ""),
             moment(each.expires_at) if each.expires_at else "never",
             each.made_by or "-",
@@ -152,6 +154,12 @@ def _options(parser: Parser) -> None:
     making.add_argument("--uses", type=_count, help="number of devices that may enrol with it (default: any)")
     making.add_argument("--expires", type=_seconds, metavar="TIME", help="30m, 12h or 7d from now (default: never)")
     making.add_argument("--federation", metavar="NAME", help="limit the token to this federation (default: all)")
+    making.add_argument(
+        "--where",
+        default="",
+        metavar="TAGS",
+        help="limit the token to devices with these tags, such as board=orin; they get them",
+    )
     listing = commands.add_parser("list", help="show all tokens, without their secrets")
     revoking = commands.add_parser("revoke", help="revoke a token or a device")
     add_yes(revoking)

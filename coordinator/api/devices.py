@@ -20,6 +20,7 @@ from sparrow.protocol.messages import (
     RenewToken,
     UpdateReceived,
 )
+from sparrow.protocol.tags import LONGEST_SELECTION
 
 from ..errors import NotAllowed
 from ..fleet.access import Holder
@@ -58,6 +59,7 @@ def list_devices(
     device: Annotated[str | None, Query(max_length=64, description="Exact name of one device")] = None,
     doing: Doing | None = None,
     only: Annotated[Only | None, Query(description="Devices whose work fails, or that have exported no model")] = None,
+    where: Annotated[str, Query(max_length=LONGEST_SELECTION, description="By tags, such as board=orin")] = "",
     order: Order = "name",
     offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
     limit: Annotated[int | None, Query(ge=1, le=100_000, description="All if omitted")] = None,
@@ -66,7 +68,7 @@ def list_devices(
 
     The header ``Sparrow-Total`` has the number of devices on all pages.
     """
-    query = DeviceQuery(search, device, doing, only, order, offset, limit)
+    query = DeviceQuery(search, device, doing, only, where, order, offset, limit)
     found, total = coordinator.device_lists.list(name, query)
     response.headers["Sparrow-Total"] = str(total)
     return found
@@ -116,7 +118,7 @@ async def change_device(
     itself: Annotated[bool, Depends(_itself)],
 ) -> None:
     """Change a device. It may change its own budget and conditions; an admin may change or revoke any device."""
-    if change.revoked and itself:
+    if itself and (change.revoked or change.set_tags is not None):
         check_admin(identity)
     coordinator.found_nothing.forget(device_id)
     await coordinator.writers.run(coordinator.devices.change, device_id, change)

@@ -85,5 +85,10 @@ async def invite(
 
 def _token(info: FederationInfo, wanted: Invite) -> CreateToken:
     return CreateToken(
-        kind="enrolment", note=wanted.note, uses=wanted.uses, seconds=wanted.seconds, federation=info.name
+        kind="enrolment",
+        note=wanted.note,
+        uses=wanted.uses,
+        seconds=wanted.seconds,
+        federation=info.name,
+        where=wanted.where,
     )

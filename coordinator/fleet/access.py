@@ -94,6 +94,7 @@ def new_token(
     uses: int | None = None,
     seconds: float | None = None,
     federation_id: int | None = None,
+    where: str = "",
     made_by: str | None = None,
 ) -> Token:
     """Return a new token with this secret. seconds: its lifetime; None for ever. made_by: as in the table."""
@@ -103,6 +104,7 @@ def new_token(
         note=note,
         secret_sha256=digest_of(secret),
         federation_id=federation_id,
+        where=where,
         max_uses=uses,
         uses=0,
         made_by=made_by,

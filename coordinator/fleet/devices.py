@@ -6,7 +6,7 @@ import hmac
 import logging
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,10 @@ from sqlalchemy.orm import Session
 from sparrow.protocol.events import EventKind
 from sparrow.protocol.failures import Failure, in_words
 from sparrow.protocol.messages import ChangeDevice, Enrol, Enrolled, NewToken, PauseReason, Start
+from sparrow.protocol.tags import BadSelection, Selection, check_tags
 
 from ..errors import (
+    BadContent,
     FederationDeleted,
     NameTaken,
     NotAllowed,
@@ -30,12 +32,14 @@ from ..errors import (
     TokenExpired,
 )
 from ..methods import load_method
+from ..models.global_models import settings_of
 from ..rounds.assignments import touch
 from ..rounds.candidates import reaches, smallest_budget
 from ..rounds.failing import note_failure, rests
 from ..storage import events
 from ..storage.store import Store
-from ..storage.tables import Assignment, DeletedDevice, Device, Federation
+from ..storage.tables import Assignment, DeletedDevice, Device, Federation, Token
+from ..storage.tagging import retag
 from .access import (
     Remembered,
     digest_of,
@@ -127,6 +131,9 @@ class Devices:
                     status=NOT_JOINED,
                     holds_model=False,
                     enrolled_at=now,
+                    own_tags={},
+                    set_tags={},
+                    tags={},
                 )
                 db.add(device)
             else:
@@ -140,9 +147,14 @@ class Devices:
             device.profile = request.profile.model_dump(mode="json")
             device.budget = request.budget
             device.num_examples = request.num_examples or device.num_examples
+            if request.tags is not None:
+                _check_tags(federation, request.tags)
+                retag(device, own=request.tags)
             device.limited_by = request.limited_by.value if request.limited_by else None
             device.hosted = request.hosted
             device.seen_at = now
+            if not joined and token_id is not None:
+                _tag_by_token(db, federation, device, token_id)
             if request.failure is not None:
                 device.present = False
                 note_failure(db, device, None, request.failure, now)
@@ -272,6 +284,8 @@ class Devices:
             device.limited_by = request.limited_by.value if request.limited_by else None
         if request.num_examples is not None:
             device.num_examples = request.num_examples
+        if request.tags is not None or request.set_tags is not None:
+            self._retag(db, device, request, now)
         if request.data_warnings is not None:
             device.profile = {**device.profile, "data_warnings": list(request.data_warnings)}
         if request.exported:
@@ -309,6 +323,16 @@ class Devices:
                 record(EventKind.removed)
             revoke(db, device)
 
+    def _retag(self, db: Session, device: Device, request: ChangeDevice, now: float) -> None:
+        """Change a device's tags, which an event records if an administrator does. Raises BadContent."""
+        federation = db.get_one(Federation, device.federation_id)
+        changes = request.set_tags
+        _check_tags(federation, request.tags or {})
+        _check_tags(federation, {key: value for key, value in (changes or {}).items() if value is not None})
+        if retag(device, own=request.tags, changes=changes) and changes is not None:
+            detail = ", ".join(f"{key}={value}" for key, value in sorted(device.tags.items())) or "none"
+            events.record(db, federation.id, EventKind.tagged, now, device=device.name, detail=detail)
+
     def remove(self, device_id: str) -> None:
         """Revoke a device, delete its profile and tokens, and remove it from lists and counts.
 
@@ -321,6 +345,9 @@ class Devices:
             revoke(db, device)
             device.removed = True
             device.profile = {}
+            device.own_tags = {}
+            device.set_tags = {}
+            device.tags = {}
             device.identity_key = None
             device.failure = None
             revoked = device.token_sha256
@@ -342,6 +369,29 @@ UNKNOWN = (
     "this device's token is not valid any more: the device was revoked, or the coordinator was reset or restored; "
     "enrol again with a new --state-dir or --device-name"
 )
+
+
+def _check_tags(federation: Federation, tags: Mapping[str, str]) -> None:
+    """Raise BadContent for tags that the federation does not list."""
+    try:
+        check_tags(tags, settings_of(federation).tags)
+    except BadSelection as error:
+        raise BadContent(f"tags: {error}") from None
+
+
+def _tag_by_token(db: Session, federation: Federation, device: Device, token_id: str) -> None:
+    """Set the tags that an enrolment token gives. Raises NotAllowed for a device that the token is not for."""
+    text = db.get_one(Token, token_id).where
+    selection = Selection.parse(text)
+    given = selection.given
+    if all(device.tags.get(key, value) == value for key, value in given.items()):
+        _check_tags(federation, given)
+        retag(device, changes={**given})
+    if not selection.matches(device.tags):
+        raise NotAllowed(
+            f"the enrolment token is only for devices with the tags {text}: change --tag, or ask the operator for "
+            f"another token"
+        )
 
 
 def _existing(db: Session, device_id: str) -> Device:

@@ -15,9 +15,11 @@ from sqlalchemy.orm import Session
 
 from sparrow.command_line.nearest import nearest
 from sparrow.protocol.messages import CreateToken, MadeToken, TokenInfo
+from sparrow.protocol.tags import BadSelection, Selection
 
 from ..clock import iso
-from ..errors import NotAuthenticated, NotFound
+from ..errors import BadContent, NotAuthenticated, NotFound
+from ..models.global_models import settings_of
 from ..storage.store import Store
 from ..storage.tables import Federation, Token
 from .access import Holder, Kind, Tokens, new_secret, new_token
@@ -82,7 +84,11 @@ def create(
     db: Session, wanted: CreateToken, now: float, *, made_by: str | None = None, secret: str | None = None
 ) -> MadeToken:
     """Create a token. made_by: as in the table. secret: None for a new one. Raises NotFound."""
-    federation_id = None if wanted.federation is None else _named(db, wanted.federation).id
+    federation_id = None
+    if wanted.federation is not None:
+        federation = _named(db, wanted.federation)
+        federation_id = federation.id
+        _check_where(wanted.where, federation)
     secret = secret or new_secret(wanted.kind)
     token = new_token(
         wanted.kind,
@@ -92,6 +98,7 @@ def create(
         uses=wanted.uses,
         seconds=wanted.seconds,
         federation_id=federation_id,
+        where=wanted.where,
         made_by=made_by,
     )
     db.add(token)
@@ -138,6 +145,7 @@ def describe(token: Token, federation: str | None, now: float) -> TokenInfo:
         kind=cast(Kind, token.kind),
         status=status_of(token, now),
         federation=federation,
+        where=token.where,
         uses=token.uses,
         max_uses=token.max_uses,
         created_at=iso(token.created_at),
@@ -145,6 +153,14 @@ def describe(token: Token, federation: str | None, now: float) -> TokenInfo:
         made_by=token.made_by,
         note=token.note,
     )
+
+
+def _check_where(text: str, federation: Federation) -> None:
+    """Raise BadContent for tags that the federation does not list."""
+    try:
+        Selection.parse(text).check(settings_of(federation).tags)
+    except BadSelection as error:
+        raise BadContent(f"where: {error}") from None
 
 
 def _named(db: Session, name: str) -> Federation:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import ColumnElement, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, and_, case, func, not_, or_, select
 from sqlalchemy.orm import Session, aliased, undefer
 
 from sparrow.protocol.failures import in_words
@@ -28,16 +28,18 @@ from sparrow.protocol.messages import (
     Receipt,
     UpdateReport,
 )
+from sparrow.protocol.tags import BadSelection, Selection
 
 from ..clock import iso
-from ..errors import NotFound, read_stored
+from ..errors import BadContent, NotFound, read_stored
 from ..fleet.federations import find
 from ..models.global_models import settings_of
 from ..rounds.assignments import COHORT_KINDS, JUDGING_KINDS
-from ..rounds.candidates import ENROLLED, SLACK, smallest_budget
+from ..rounds.candidates import ENROLLED, SLACK, is_selected, smallest_budget
 from ..rounds.secure_state import PHASES
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation
+from ..storage.tagging import selected
 
 # fmt: off
 Order = Literal[
@@ -78,6 +80,8 @@ class DeviceQuery:
     device: str | None = None
     doing: Doing | None = None
     only: Only | None = None
+    # By tags.
+    where: str = ""
     order: Order = "name"
     offset: int = 0
     limit: int | None = None
@@ -107,6 +111,8 @@ class DeviceLists:
                 those.append(doing == query.doing.value)
             if query.only is not None:
                 those.append(ONLY[query.only])
+            if query.where:
+                those.append(selected(_selection(federation, query.where)))
             total = db.scalar(select(func.count()).select_from(Device).where(*those)) or 0
             alone = alone_accuracy(federation)
             column = {**_COLUMNS, "doing": doing, "gain": Device.accuracy - alone}[query.order.removeprefix("-")]
@@ -166,6 +172,16 @@ class DeviceLists:
         return doing_of(federation, now, heard_before)
 
 
+def _selection(federation: Federation, text: str) -> Selection:
+    """Return a selection of this federation's devices. Raises BadContent."""
+    try:
+        selection = Selection.parse(text)
+        selection.check(settings_of(federation).tags)
+    except BadSelection as error:
+        raise BadContent(f"where: {error}") from None
+    return selection
+
+
 def doing_of(federation: Federation, now: float, heard_before: float) -> ColumnElement[str]:
     """Return SQL for each device's ``Doing`` value. heard_before: a device not heard of since is offline."""
     ended = federation.status in ENDED
@@ -189,6 +205,7 @@ def doing_of(federation: Federation, now: float, heard_before: float) -> ColumnE
         (and_(Device.seen_at < heard_before, Device.hosted.is_(False)), Doing.offline.value),
         *([(Device.id.not_in(asked), Doing.done.value)] if ended else []),
         (Device.budget < smallest_budget(federation) - SLACK, Doing.small_budget.value),
+        (not_(is_selected(federation)), Doing.not_selected.value),
         (Device.id.in_(asked.where(Assignment.kind.in_(JUDGING_KINDS))), Doing.evaluating.value),
         (Device.rest_until > now, Doing.resting.value),
         else_=Doing.ready.value,
@@ -234,6 +251,8 @@ def _info(device: Device, doing: Doing, alone: float | None) -> DeviceInfo:
         accuracy_alone=alone,
         gain=None if device.accuracy is None or alone is None else device.accuracy - alone,
         seconds=device.seconds,
+        tags=device.tags,
+        set_tags=tuple(device.set_tags),
         profile=read_stored(DeviceProfile, device.profile) or DeviceProfile(board="unreadable"),
         everything=read_stored(Moved, {"bytes_down": device.bytes_down, "bytes_up": device.bytes_up}) or Moved(),
         enrolled_at=iso(device.enrolled_at),

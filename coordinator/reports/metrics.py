@@ -7,7 +7,7 @@ its first scrape, because an alert on a counter's increase would otherwise miss 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from sparrow.protocol.settings import FederationSettings
 
 from ..errors import Unavailable, Unreadable, read_stored
 from ..models.global_models import settings_of
+from ..rounds.candidates import ENROLLED
 from ..storage.store import Store
 from ..storage.tables import Assignment, Device, Federation, Round
 
@@ -158,9 +159,9 @@ class Metrics:
         )
         holder.set_function(lambda: float(moves()))
 
-    def observe_records(self, store: Store, clock: Callable[[], float]) -> None:
-        """Report the metrics that come from a store's records. clock: the coordinator's."""
-        self.registry.register(_Records(store, clock))
+    def observe_records(self, store: Store, clock: Callable[[], float], tags: Sequence[str] = ()) -> None:
+        """Report the metrics that come from a store's records. clock: the coordinator's. tags: keys to count."""
+        self.registry.register(_Records(store, clock, tags))
 
 
 class _TimedBlobs:
@@ -189,9 +190,10 @@ class _TimedBlobs:
 class _Records(Collector):
     """State of all federations, from four queries plus two per federation, independent of the number of rounds."""
 
-    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, clock: Callable[[], float], tags: Sequence[str]) -> None:
         self._store = store
         self._clock = clock
+        self._tags = tags
 
     def describe(self) -> Iterable[Metric]:
         # Without this method, registering would read the records.
@@ -253,7 +255,24 @@ class _Records(Collector):
                 spent = _privacy(db, federation, settings)
                 if spent is not None:
                     privacy.add_metric([federation.name, f"{spent.delta:g}"], spent.epsilon)
-        return [rounds, devices, waiting, accuracy, still, deadlines, privacy]
+            tagged = self._tagged(db, federations)
+        return [rounds, devices, waiting, accuracy, still, deadlines, privacy, *tagged]
+
+    def _tagged(self, db: Session, federations: Mapping[int, Federation]) -> Iterator[Metric]:
+        """Yield the devices that take part by each tag that the operator has listed."""
+        if not self._tags:
+            return
+        found = GaugeMetricFamily("sparrow_tagged_devices", "Devices by tag", labels=["federation", "tag", "value"])
+        for key in self._tags:
+            value = Device.tags[key].as_string()
+            counts = (
+                select(Device.federation_id, value, func.count())
+                .where(Device.status.in_(ENROLLED), value.is_not(None))
+                .group_by(Device.federation_id, value)
+            )
+            for federation_id, text, count in db.execute(counts):
+                found.add_metric([federations[federation_id].name, key, text], count)
+        yield found
 
 
 def _moved_at(db: Session) -> dict[int, float]:

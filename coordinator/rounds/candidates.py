@@ -6,17 +6,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 
-from sqlalchemy import and_, bindparam, func, or_, select
+from sqlalchemy import ColumnElement, and_, bindparam, func, or_, select
 from sqlalchemy.orm import Session
 
 from sparrow.protocol.messages import Kind
 from sparrow.protocol.secure.groups import least_cell
 from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.tags import Selection
 
 from ..draws import Candidate, choose, choose_each, uniform
 from ..methods import Participation, Situation, load_method
 from ..models.global_models import Models, settings_of
 from ..storage.tables import Assignment, Device, Federation
+from ..storage.tagging import selected
 from .assignments import COHORT_KINDS, Drawable, open_round, weight_of
 
 SLACK = 1e-9
@@ -96,8 +98,14 @@ def drawable(db: Session, federation: Federation, now: float) -> list[Drawable]:
 
 
 def able(db: Session, federation: Federation, now: float) -> list[Drawable]:
-    """Return the devices that are active, present and not resting, with any budget."""
-    return [Drawable(*row) for row in db.execute(_ABLE, {"federation_id": federation.id, "now": now})]
+    """Return the devices that are selected, active, present and not resting, with any budget."""
+    those = _ABLE.where(is_selected(federation))
+    return [Drawable(*row) for row in db.execute(those, {"federation_id": federation.id, "now": now})]
+
+
+def is_selected(federation: Federation) -> ColumnElement[bool]:
+    """Return SQL that is true for devices whose tags let them train."""
+    return selected(Selection.parse(settings_of(federation).cohort_where))
 
 
 def smallest_budget(federation: Federation) -> float:
@@ -235,8 +243,9 @@ def why_over(db: Session, federation: Federation) -> str | None:
     settings = settings_of(federation)
     if federation.round >= settings.rounds:
         return "max_rounds"
-    enrolled = db.execute(_STATUSES, {"federation_id": federation.id}).all()
-    # A device whose budget is too small is never drawn, so it does not keep the federation open.
+    enrolled = db.execute(_STATUSES.where(is_selected(federation)), {"federation_id": federation.id}).all()
+    # A device that is not selected, or whose budget is too small, is never drawn, so it does not keep the federation
+    # open.
     smallest = smallest_budget(federation)
     counts = Counter[str]()
     for status, budget, count in enrolled:
@@ -263,7 +272,11 @@ def what_is_missing(db: Session, federation: Federation, now: float) -> str | No
             f"a device with a budget of at least {smallest_budget(federation):g}, which {federation.method} needs; "
             f"the present devices have less"
         )
-    paused = Counter(device.paused for device in devices_of(db, federation, ("active",)) if device.paused)
+    chosen = Selection.parse(settings.cohort_where)
+    devices = [device for device in devices_of(db, federation, ("active",)) if chosen.matches(device.tags)]
+    if not devices:
+        return f"a device with the tags {settings.cohort_where}"
+    paused = Counter(device.paused for device in devices if device.paused)
     words = ", ".join(f"{count} {word}" for word, count in sorted(paused.items()))
     if settings.secure:
         ready = f"ready: {there}, paused: {words}" if paused else f"ready: {there}"

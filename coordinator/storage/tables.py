@@ -130,6 +130,11 @@ class Device(Base):
     start: Mapped[str | None] = mapped_column(String(32))
     # Public key in secure rounds, which never changes.
     identity_key: Mapped[str | None] = mapped_column(String(64))
+    # Its own tags, and those of administrators, which replace them.
+    own_tags: Mapped[dict[str, str]] = mapped_column(JSON, default=dict, server_default="{}")
+    set_tags: Mapped[dict[str, str]] = mapped_column(JSON, default=dict, server_default="{}")
+    # Both together, for queries.
+    tags: Mapped[dict[str, str]] = mapped_column(JSON, default=dict, server_default="{}")
     # Needed only for observers.
     profile: Mapped[dict[str, Any]] = mapped_column(JSON, deferred=True)
     budget: Mapped[float]
@@ -352,6 +357,8 @@ class Token(Base):
     note: Mapped[str] = mapped_column(String(200))
     secret_sha256: Mapped[bytes] = mapped_column(LargeBinary(32), unique=True)
     federation_id: Mapped[int | None] = mapped_column(ForeignKey("federations.id"))
+    # Selection of the devices that may enrol with it, empty for all.
+    where: Mapped[str] = mapped_column(String(500), default="", server_default="")
     max_uses: Mapped[int | None]
     # Devices enrolled with it, at most ``max_uses``.
     uses: Mapped[int] = mapped_column(default=0)

@@ -77,9 +77,10 @@ class Transport(Connection):
         """Return the devices' reports of a round and of the evaluation after it."""
         return self.ask_all(messages.DeviceReport, f"/v1/federations/{name}/rounds/{number}/reports")
 
-    def devices(self, name: str) -> list[messages.DeviceInfo]:
-        """Return the devices of a federation."""
-        return self.ask_all(messages.DeviceInfo, f"/v1/federations/{name}/devices")
+    def devices(self, name: str, where: str = "") -> list[messages.DeviceInfo]:
+        """Return the devices of a federation that a selection by tags selects; empty: all."""
+        chosen = f"?where={quote(where)}" if where else ""
+        return self.ask_all(messages.DeviceInfo, f"/v1/federations/{name}/devices{chosen}")
 
     def device(self, device_id: str) -> messages.DeviceHistory:
         """Return a device and its history. Raises NotFound."""

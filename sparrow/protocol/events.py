@@ -20,6 +20,8 @@ class EventKind(str, Enum):
     removed = "removed"
     failed = "failed"
     recovered = "recovered"
+    # An administrator has changed its tags.
+    tagged = "tagged"
     # Of a federation.
     created = "created"
     started = "started"

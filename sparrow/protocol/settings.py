@@ -12,8 +12,11 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from .bundle import Precision
+from .errors import ProtocolError
 from .fields import Limit, OwnSetting, Request, Share
 from .secure.messages import LARGEST_RANGE
+from .tags import AllowedTags, Where
+from .tags import Selection as TagSelection
 
 AUTO = "auto"
 """The value of ``method`` that lets ``sparrow.protocol.auto`` choose one."""
@@ -127,6 +130,23 @@ class Selection(Request):
         description="Source of cohorts and drawn neurons: secret random bytes, or name and seed, which make a "
         "simulation repeatable but let every device compute all draws",
     )
+    tags: AllowedTags = Field(
+        default={},
+        description="Keys and values with which devices can be tagged, such as board=orin,pi site=lab: at most 10 keys "
+        "with 50 values each",
+    )
+    cohort_where: Where = Field(
+        default="",
+        description="Only devices with these tags train, such as board=orin and site!=lab; empty: all",
+    )
+
+    @model_validator(mode="after")
+    def _check_tags(self) -> Selection:
+        try:
+            TagSelection.parse(self.cohort_where).check(self.tags)
+        except ProtocolError as error:
+            raise ValueError(f"cohort_where: {error}") from None
+        return self
 
 
 class Training(Request):

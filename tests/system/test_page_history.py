@@ -320,3 +320,33 @@ def test_a_token_for_one_federation_leads_to_it(new_coordinator, open_page):
     page.get_by_label("Token").fill(token)
     page.keyboard.press("Enter")
     playwright.expect(page.locator("#name")).to_have_text("one")
+
+
+def test_devices_are_listed_by_their_tags(new_coordinator, open_page, clock):
+    server = new_coordinator()
+    local = LocalCoordinator(server.data, clock)
+    with closing(local.store):
+        local.create("lab", min_devices=9, tags="board=orin,pi5 site=lab")
+        orin, pi = local.enrol("a", "b", federation="lab")
+        local.devices.change(orin.id, ChangeDevice(tags={"board": "orin", "site": "lab"}))
+        local.devices.change(pi.id, ChangeDevice(set_tags={"board": "pi5"}))
+    server.start()
+    page, expect = open_page(server.url), playwright.expect
+    rows = page.locator("#devices tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_contain_text("board=orin site=lab")
+    where = page.get_by_role("textbox", name="Tags")
+    where.fill("board!=orin")
+    where.press("Enter")
+    expect(rows).to_have_count(1)
+    expect(rows.first).to_contain_text("board=pi5")
+    where.fill("board=nano")
+    where.press("Enter")
+    expect(page.locator("#devices-problem")).to_contain_text("orin, pi5")
+    # Chromium notes a 422 as an error.
+    page.troubles.clear()
+    where.fill("")
+    where.press("Enter")
+    expect(rows).to_have_count(2)
+    page.get_by_role("link", name="b", exact=True).click()
+    expect(page.locator("#device-about")).to_contain_text("board=pi5")

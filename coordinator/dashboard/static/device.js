@@ -2,7 +2,7 @@
 
 import { call, put } from "./calls.js";
 import { Chart, element, Scale } from "./charts.js";
-import { ago, bytes, joules, many, percent, plain, points, refusedOf, seconds, whatOf, whyOf } from "./text.js";
+import { ago, bytes, joules, many, percent, plain, points, refusedOf, seconds, tagsOf, whatOf, whyOf } from "./text.js";
 import { Marks, Timeline } from "./timeline.js";
 
 const LOOK_SECONDS = 5; // at most so often, where something happens
@@ -92,6 +92,7 @@ function take(device, work) {
     Board: [device.profile.board, device.profile.system].filter(Boolean).join(", ") || "unknown",
     Hardware: [many(device.profile.cores, "core"), device.profile.memory_bytes && bytes(device.profile.memory_bytes)].filter(Boolean).join(", "),
     ...(device.profile.data_warnings.length ? { Data: device.profile.data_warnings.join("; ") } : {}),
+    ...(tagsOf(device) ? { Tags: tagsOf(device) } : {}),
     Budget: `${plain(device.budget)}${device.limited_by ? `, limited by ${device.limited_by}` : ""}`,
     ...(device.gain == null ? {} : { "Did it help?": `${points(device.gain)} against training alone (${percent(device.accuracy_alone)})` }),
     "In all": `${bytes(device.everything.bytes_up)} up, ${bytes(device.everything.bytes_down)} down`,

@@ -3,7 +3,7 @@
 import { call, fail, put } from "./calls.js";
 import { element } from "./charts.js";
 import { Strip } from "./strip.js";
-import { ago, DOING, many, percent, points, refusedOf, seconds, whatOf, whyOf } from "./text.js";
+import { ago, DOING, many, percent, points, refusedOf, seconds, tagsOf, whatOf, whyOf } from "./text.js";
 
 const PAGE = 50;
 const DEVICES_SECONDS = 5; // at most so often, where something happens
@@ -34,6 +34,7 @@ export function list({ search = "", doing = "", only = "", by = order }) {
   form.elements.search.value = search;
   form.elements.doing.value = doing;
   form.elements.only.value = only;
+  form.elements.where.value = "";
   sort(by);
   $("devices-title").scrollIntoView({ block: "start" });
   $("devices-title").focus({ preventScroll: true });
@@ -46,6 +47,7 @@ export function pause() {
 /** Look at them again soon, as something has happened. */
 export function refresh() {
   one?.refresh();
+  $("where").hidden = !Object.keys(overview().federation.settings.tags).length;
   for (const [value, text] of Object.entries(DOING)) {
     const known = [...form.elements.doing.options].find((option) => option.value === value);
     const option = known ?? form.elements.doing.appendChild(element("option", { value }));
@@ -112,7 +114,7 @@ function rowOf(device) {
   const shown = (value, text) => [value == null ? "–" : text(value)];
   const cells = [
     element("th", { scope: "row" }, [nameOf(device)]),
-    cell("Board", [device.profile.board || "unknown"]),
+    cell("Board", [device.profile.board || "unknown", ...(tagsOf(device) ? [element("p", { textContent: tagsOf(device) })] : [])]),
     cell("Budget", [device.budget.toLocaleString("en", { maximumFractionDigits: 3 })], "number budget"),
     cell("Accuracy", shown(device.accuracy, percent), "number"),
     cell("Did it help?", shown(device.gain, (value) => points(value).replace(" ", "\u00a0")), "number"),
@@ -211,8 +213,10 @@ let typing;
 form.addEventListener("input", (event) => {
   clearTimeout(typing);
   if (event.target.name === "order") sort(event.target.value);
-  else typing = setTimeout(() => turn(-offset), 200);
+  // An unfinished selection is an error.
+  else if (event.target.name !== "where") typing = setTimeout(() => turn(-offset), 200);
 });
+form.elements.where.addEventListener("change", () => turn(-offset));
 form.addEventListener("submit", (event) => event.preventDefault());
 for (const head of $("devices").querySelectorAll("th[data-order]"))
   head.firstElementChild.addEventListener("click", () => {

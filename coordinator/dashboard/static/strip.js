@@ -7,10 +7,10 @@ const MOST_HEIGHT = 112; // px
 const [LARGEST, SMALLEST] = [16, 2]; // sides of a cell, px
 const LOOKS = {
   training: ["--accent"], evaluating: ["--accent", "half"], ready: ["--idle"], done: ["--idle"], resting: ["--warn", "half"],
-  paused: ["--warn"], small_budget: ["--warn", "hollow"], away: ["--bad", "half"], offline: ["--bad", "hollow"],
+  paused: ["--warn"], small_budget: ["--warn", "hollow"], not_selected: ["--warn", "half"], away: ["--bad", "half"], offline: ["--bad", "hollow"],
   stopped: ["--good", "half"], untrained: ["--bad"], not_joined: ["--bad"],
 };
-const FIRST = ["not_joined", "untrained", "offline", "away", "paused", "small_budget", "resting", "training", "evaluating", "ready", "stopped", "done"];
+const FIRST = ["not_joined", "untrained", "offline", "away", "paused", "small_budget", "not_selected", "resting", "training", "evaluating", "ready", "stopped", "done"];
 
 export class Strip {
   /** canvas: where it is drawn; legend: where its colours are named; chosen: told the name of a device that was clicked;

@@ -5,6 +5,7 @@ export const DOING = {
   paused: "paused by its policy", away: "away: missed a deadline, fell silent or left", small_budget: "budget too small",
   stopped: "stopped early", revoked: "revoked", done: "done: the federation has ended",
   untrained: "trained nothing: it handed its work back", offline: "offline", not_joined: "could not join",
+  not_selected: "not selected: its tags are not in cohort_where",
 };
 const PAUSED = {
   charging: "not charging", battery: "battery low", heat: "too hot", throttled: "throttled", power: "power low",
@@ -62,6 +63,9 @@ export function whatOf(device, smallest) {
   if (device.doing === "small_budget") return smallest == null ? DOING.small_budget : `budget below the ${smallest} that is needed`;
   return DOING[device.doing] ?? device.doing;
 }
+
+/** A device's tags in a line, such as "board=orin site=lab". */
+export const tagsOf = ({ tags }) => Object.keys(tags).sort().map((key) => `${key}=${tags[key]}`).join(" ");
 
 /** Why a device fails, in which work the last time, and since when. */
 export function whyOf({ failure }) {

@@ -102,6 +102,8 @@ class SessionOptions:
     hosted: bool = False
     # Refuse other copies of the state folder.
     take_over: bool = False
+    # The device's tags; None: those that it gave before.
+    tags: dict[str, str] | None = None
 
 
 USUAL = SessionOptions()

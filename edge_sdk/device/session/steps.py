@@ -124,6 +124,7 @@ class Session(Working):
                 data_warnings=self._data_warnings(),
                 conditions=Conditions(),
                 holds_model=self.personal is not None,
+                tags=self._options.tags,
             )
             # Enrolling again registers a start, too: each call needs the one after it.
             self._or_enrol_again(lambda: self._tell(change.model_copy(update={"start": self._begin()})))
@@ -138,6 +139,7 @@ class Session(Working):
             num_examples=count_examples(self.task.train) or None,
             hosted=self._options.hosted,
             profile=self._profile().model_copy(update={"data_warnings": self._data_warnings()}),
+            tags=self._options.tags,
             start=self._begin(),
         )
         enrolled = self.transport.enrol(self._federation, request)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ..fields import Answer, Count, DeviceName, Id, Request, Secret, Share
 from ..secure.messages import Key32
+from ..tags import MOST_KEYS, TagKey, Tags, TagValue
 from .reports import Moved
 from .work import Failed, Kind, PauseReason, Why
 
@@ -74,6 +75,7 @@ class Enrol(Request):
         default=None, description="Reason why the device cannot join: it is listed with it, and gets no work"
     )
     profile: DeviceProfile = DeviceProfile()
+    tags: Tags | None = Field(default=None, description="The device's tags, in place of those that it gave before")
     start: Start | None = None
 
 
@@ -125,6 +127,12 @@ class ChangeDevice(Request):
     conditions: Conditions | None = None
     exported: Literal[True] | None = Field(default=None, description="It has exported its personal model")
     revoked: Literal[True] | None = None
+    tags: Tags | None = Field(default=None, description="The device's tags, in place of those that it gave before")
+    set_tags: dict[TagKey, TagValue | None] | None = Field(
+        default=None,
+        max_length=MOST_KEYS,
+        description="Tags that an administrator sets, in place of the device's; null: the device's again",
+    )
     start: Start | None = Field(default=None, description="Its process has started; 409 if its state was copied")
 
 
@@ -149,6 +157,8 @@ class Doing(str, Enum):
     done = "done"
     # Its budget is too small for the federation's method.
     small_budget = "small_budget"
+    # The federation's cohorts are selected by tags that it does not have.
+    not_selected = "not_selected"
     evaluating = "evaluating"
     # It has handed its work back, or its updates were refused.
     resting = "resting"
@@ -198,6 +208,8 @@ class DeviceInfo(Answer):
     )
     gain: float | None = Field(default=None, description="accuracy less accuracy_alone: what the federation brings it")
     seconds: float | None = Field(default=None, description="Download and training for its last update")
+    tags: dict[str, str] = Field(default={}, description="Its tags; those that an administrator set replace its own")
+    set_tags: tuple[str, ...] = Field(default=(), description="Keys of the tags that an administrator set")
     profile: DeviceProfile
     everything: Moved = Field(default=Moved(), description="Bodies of all its calls so far, as counted by it")
     enrolled_at: str

@@ -10,6 +10,7 @@ from pydantic import Field
 from ..fields import LONGEST_LINK, Answer, Digest, FederationName, Request
 from ..settings import FederationSettings
 from ..signatures import Publication
+from ..tags import AllowedTags, Where
 
 
 class CreateFederation(Request):
@@ -67,6 +68,8 @@ class ChangeFederation(Request):
     cohort: int | None = Field(default=None, ge=1, le=1_000_000)
     deadline_seconds: float | None = Field(default=None, gt=0, le=7 * 86400)
     silence_seconds: float | None = Field(default=None, ge=1, le=7 * 86400)
+    tags: AllowedTags | None = None
+    cohort_where: Where | None = None
 
 
 class ModelInfo(Answer):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from ..fields import Answer, FederationName, Request
+from ..tags import Where
 from .federations import JoinLink
 
 TokenKind = Literal["admin", "observer", "enrolment"]
@@ -26,11 +27,14 @@ class CreateToken(Request):
     uses: Uses | None = Field(default=None, description="Devices that may enrol with it; null: any number")
     seconds: Lifetime | None = Field(default=None, description="Its lifetime; null: for ever")
     federation: FederationName | None = Field(default=None, description="The only federation that it is for")
+    where: Where = Field(default="", description="Only devices with these tags may enrol with it; empty: all")
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> CreateToken:
         if self.uses is not None and self.kind != "enrolment":
             raise ValueError("uses: only for enrolment tokens; leave it out")
+        if self.where and self.kind != "enrolment":
+            raise ValueError("where: only for enrolment tokens; leave it out")
         if self.federation is not None and self.kind == "admin":
             raise ValueError("federation: an admin token is for all federations; leave it out")
         return self
@@ -43,6 +47,7 @@ class TokenInfo(Answer):
     kind: TokenKind
     status: Literal["valid", "revoked", "expired", "used up"]
     federation: str | None = Field(description="The only federation that it is for; null: all")
+    where: str = Field(default="", description="Only devices with these tags may enrol with it; empty: all")
     uses: int = Field(description="Devices that enrolled with it")
     max_uses: int | None
     created_at: str
@@ -75,6 +80,7 @@ class Invite(Request):
     note: str = Field(default="", max_length=LONGEST_NOTE, description="The token's purpose")
     uses: Uses | None = Field(default=1, description="Devices that may enrol with it; null: any number")
     seconds: Lifetime | None = Field(default=86400.0, description="The token's lifetime; null: for ever")
+    where: Where = Field(default="", description="Only devices with these tags may enrol with it; empty: all")
 
 
 class Invitation(Answer):
