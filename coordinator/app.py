@@ -257,7 +257,7 @@ class Coordinator:
         if self._checking is None or self._checking.done():
             look = to_thread.run_sync(self._check_storage, limiter=CapacityLimiter(1))
             self._checking = asyncio.ensure_future(look)
-            # Retrieve the error of a check that is not awaited any more.
+            # Retrieve the error of a check that is no longer awaited.
             self._checking.add_done_callback(lambda done: done.cancelled() or done.exception())
         done, _ = await asyncio.wait({self._checking}, timeout=READY_SECONDS)
         if not done:

@@ -134,7 +134,7 @@ class NoSuchTask(BadContent):
 
 
 class UnknownMethod(CoordinatorError):
-    """A method is not installed here any more; not an error of the federation's devices."""
+    """A method is no longer installed here; not an error of the federation's devices."""
 
 
 class Unavailable(RequestError):

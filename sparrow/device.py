@@ -156,7 +156,7 @@ PAUSED = {
 
 
 def doing(device: DeviceInfo) -> str:
-    """Return a device's activity, or the reason why it does not train, in words."""
+    """Return a device's activity, or the reason why it does not train, as text."""
     if device.doing is Doing.stopped:
         return f"stopped in {device.stopped_round}"
     if device.doing is Doing.paused and device.paused is not None:

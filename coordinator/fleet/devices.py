@@ -366,7 +366,7 @@ STATE_COPIED = Failure("state-copied")
 NOT_JOINED = "not_joined"
 """The status of a device that has only told why it cannot join."""
 UNKNOWN = (
-    "this device's token is not valid any more: the device was revoked, or the coordinator was reset or restored; "
+    "this device's token is no longer valid: the device was revoked, or the coordinator was reset or restored; "
     "enrol again with a new --state-dir or --device-name"
 )
 
@@ -447,7 +447,7 @@ def _check_keys(federation: str, device: Device, request: Enrol, key: bytes) -> 
 
 
 def revoke(db: Session, device: Device) -> None:
-    """Revoke a device's token for good; its open assignments expire."""
+    """Revoke a device's token permanently; its open assignments expire."""
     device.status = "revoked"
     device.present = False
     device.next_token_sha256 = None

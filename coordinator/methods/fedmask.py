@@ -78,7 +78,7 @@ class FedMaskSettings(MethodSettings):
         default=0.0001,
         gt=0,
         le=100,
-        description="Initial scores; the smaller they are beside the learning rate, the sooner training changes bits",
+        description="Initial scores; the smaller they are relative to the learning rate, the sooner bits change",
     )
 
 

@@ -5,7 +5,7 @@ arXiv:2203.11834. With w_r the model of round r, of T rounds, and n ``averaged_r
 
     (w_{T-n+1} + ... + w_T) / n
 
-Rounds train w_r as usual; the mean is kept beside it, in float32, and replaces it in round T. A federation that ends
+Rounds train w_r as usual; the mean is kept separately, in float32, and replaces it in round T. A federation that ends
 earlier ends with its last model. Running statistics of batch norm are averaged like weights.
 """
 

@@ -213,7 +213,7 @@ class Models:
         return found
 
     def _get(self, federation: Federation, version: int, key: str) -> bytes:
-        """Return a file of a global model. Raises Unavailable if the model is not kept any more."""
+        """Return a file of a global model. Raises Unavailable if the model is no longer kept."""
         try:
             return self._store.blobs.get(key, needed=False)
         except FileNotFoundError:

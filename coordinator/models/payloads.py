@@ -41,7 +41,7 @@ class Payloads:
             if packed is not None:
                 self._packed.move_to_end(key)
             else:
-                # Payloads of older models are rarely needed any more.
+                # Payloads of older models are rarely needed.
                 for old in [old for old in self._packed if old[0] == key[0] and old[1] < key[1]]:
                     del self._packed[old]
                 mine = self._packed[key] = Future()

@@ -1,4 +1,4 @@
-"""The timeline of a federation: its events in words."""
+"""The timeline of a federation: its events as text."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _OF: dict[Owner, ColumnElement[bool]] = {
 
 
 def tell(event: Event) -> Told:
-    """Return a stored event in words."""
+    """Return a stored event as text."""
     kind = EventKind(event.kind)
     what = _WORDS.get((kind, event.device is not None)) or kind.value.replace("_", " ")
     detail = _REASONS.get(event.detail) or in_words(event.detail)

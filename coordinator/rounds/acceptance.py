@@ -300,7 +300,7 @@ class Acceptance:
         return key
 
     def _check_stop(self, federation: Federation, assignment: Assignment) -> None:
-        """Raise BadContent unless a device may stop training for good with this assignment."""
+        """Raise BadContent unless a device may stop training permanently with this assignment."""
         # A federation whose devices have all stopped is over: no device may say so before its rule could.
         settings = settings_of(federation)
         limited = settings.joules_per_device is not None

@@ -236,7 +236,7 @@ def read_file(path: Path) -> memoryview:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a file that was just written and does not change any more, without reading or copying it."""
+    """Map a file that was just written and no longer changes, without reading or copying it."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         return memoryview(mmap.mmap(file.fileno(), size, MAP_WHOLE, mmap.PROT_READ) if size else b"")

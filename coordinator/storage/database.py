@@ -298,7 +298,7 @@ def _settings(command: str) -> str:
 
 
 def _begin(connection: Connection) -> None:
-    # IMMEDIATE: a transaction that reads first cannot write any more after another process's write.
+    # IMMEDIATE: a transaction that reads first can no longer write after another process's write.
     if connection.get_execution_options().get("writing"):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
     else:

@@ -43,7 +43,7 @@ CHANNEL = "sparrow"
 FACT = "fact"
 MOVED = "moved"
 
-# Not an advisory lock: its query would take the transaction's snapshot before the turn has come.
+# Not an advisory lock: its query would take the transaction's snapshot before the process has its turn.
 _TURN = text("LOCK TABLE alembic_version IN EXCLUSIVE MODE")
 _SAY = text("SELECT pg_notify(:channel, :what)")
 _THERE = "hashtext('sparrow coordinator')"

@@ -325,7 +325,7 @@ class Connection:
             longest = min(2 * longest, LONGEST_WAIT)
 
     def _refusal(self, answer: httpx.Response) -> Refused:
-        """Return the error for an answer that refuses the call for good."""
+        """Return the error for an answer that refuses the call permanently."""
         if is_problem(answer):
             kind = PROBLEMS.get(problem_type(answer), Refused)
             return (kind if issubclass(kind, Refused) else Refused)(answer.status_code, refusal_of(answer))

@@ -6,7 +6,7 @@ active:
 
     ŵ = where(m, w^t, w_k^t)            merge: values not received stay personal
     w ← w - η·(m ⊙ ∇F_k(w)), E epochs   train; frozen parameters take part in the forward pass (Eq. 5)
-    L_t = λ·L_train + (1-λ)·L_val       stop for good if it exceeds that of the last participation
+    L_t = λ·L_train + (1-λ)·L_val       stop permanently if it exceeds that of the last participation
                                         (``early_stopping=paper``)
 
 The server half draws the neurons and averages.

@@ -2,7 +2,7 @@
 
 Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas, "Model Pruning Enables Efficient Federated Learning on Edge Devices",
 IEEE TNNLS 2022, arXiv:1909.12326. Ordinary rounds are FedAvg's of the sparse model, or with a ``proximal_weight``
-FedProx's. In re-adjusting rounds a device computes at the received model, before training, and sends beside its update
+FedProx's. In re-adjusting rounds a device computes at the received model, before training, and sends with its update
 
     g² = (1/B) Σ_b (∂F_b/∂θ)²      of all maskable weights, existing or not, over the B batches of its training data,
 

@@ -2,7 +2,7 @@
 
 Dynamic sparse training as in FedDST (Bibikar et al., AAAI 2022, arXiv:2112.09824), but the cohort decides together, and
 no device replaces weights by itself. In a round with votes a device passes over its training data once at the received
-model, and sends beside its update a vote for each of the round's candidates, empty positions drawn from the
+model, and sends with its update a vote for each of the round's candidates, empty positions drawn from the
 federation's seed:
 
     g_c = (1/B) Σ_b ∂F_b/∂θ      over all B batches of its training data

@@ -38,7 +38,7 @@ END_SECONDS = 30.0
 """Seconds until slices that do not end are killed; their state survives."""
 
 STORE_BYTES = 100_000_000
-"""Size in bytes of Ray's object store, if it is started here; it has only small objects."""
+"""Size in bytes of Ray's object store, if it is started here; it stores only small objects."""
 
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",

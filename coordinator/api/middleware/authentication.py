@@ -125,7 +125,7 @@ def _own_host(coordinator: Coordinator, scope: Scope) -> bool:
 async def _identify_soon(coordinator: Coordinator, scope: Scope) -> Identity:
     """Return the identity of a caller of ``/readyz``: unknown if the records cannot be read in time."""
     look_up = asyncio.ensure_future(identify(coordinator, scope))
-    # Retrieve the error of a look-up that is not awaited any more.
+    # Retrieve the error of a look-up that is no longer awaited.
     look_up.add_done_callback(lambda done: done.cancelled() or done.exception())
     await asyncio.wait({look_up}, timeout=IDENTIFY_SECONDS)
     if look_up.done() and not isinstance(look_up.exception(), Unavailable):
