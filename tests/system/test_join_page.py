@@ -480,6 +480,7 @@ def test_a_device_whose_federation_was_deleted_can_be_forgotten(coordinator, ope
     page.get_by_role("dialog").get_by_role("button", name="Forget me").tap()
     phase(page, "ready")
     expect(page.locator("#samples")).to_have_text("No samples yet")
+    expect(page.locator("#remains")).to_contain_text("Nothing that names this device remains at the coordinator")
     page.troubles.clear()  # Chromium notes a 401 as an error
 
 

@@ -80,12 +80,16 @@ export class Transport {
     return this.call("PATCH", `/v1/devices/${id}`, json({ ...change, ...(conditions ? { conditions } : {}) }));
   }
 
-  /** Delete the device at the coordinator. */
+  /** Delete the device at the coordinator. Returns false if its federation was deleted before. */
   async removeDevice(id) {
-    await this.call("DELETE", `/v1/devices/${id}`).catch((error) => {
-      // It is deleted already, or its federation is.
-      if (!(error instanceof Refused && error.is("NotFound", "NotAuthenticated", "FederationDeleted"))) throw error;
-    });
+    try {
+      await this.call("DELETE", `/v1/devices/${id}`);
+    } catch (error) {
+      if (error instanceof Refused && error.is("FederationDeleted")) return false;
+      // It is deleted already.
+      if (!(error instanceof Refused && error.is("NotFound", "NotAuthenticated"))) throw error;
+    }
+    return true;
   }
 
   /** Return a new token. */

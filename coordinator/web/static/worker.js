@@ -451,16 +451,21 @@ async function forget() {
   await open({ federation, token: given, publisher: pinned });
 }
 
+const REMAINS = (name) => `The coordinator deleted this device. The records of its rounds under the name ${name}, and its ` +
+  "part in the shared model, remain.";
+const NOTHING_REMAINS = () => "The operator had already deleted the federation with its records and models. Nothing that names this " +
+  "device remains at the coordinator, and its samples and model are deleted from this browser. Other devices may still have the " +
+  "shared model.";
+const UNKNOWN = (name) => `The coordinator could not be asked to delete this device: ask its operator to remove ${name}.`;
+
 /** Delete a device at the coordinator, within a few seconds; returns what remains there. */
 async function removed({ name, device, token }) {
   transport.interrupt();
   transport.token = token;
-  const call = transport.removeDevice(device).then(() => true, () => false);
-  const done = await Promise.race([call, sleep(GOODBYE_SECONDS).then(() => false)]);
+  const call = transport.removeDevice(device).then((there) => (there ? REMAINS : NOTHING_REMAINS), () => UNKNOWN);
+  const remains = await Promise.race([call, sleep(GOODBYE_SECONDS).then(() => UNKNOWN)]);
   transport.interrupt();
-  return done
-    ? `The coordinator deleted this device. The records of its rounds under the name ${name}, and its part in the shared model, remain.`
-    : `The coordinator could not be asked to delete this device: ask its operator to remove ${name}.`;
+  return remains(name);
 }
 
 // --- using the model ---------------------------------------------------------------------------------------------------
