@@ -40,8 +40,9 @@ logs and metrics.
 ## A federation's
 
 Give these when you create the federation: after the name in `sparrow publish NAME local_epochs=3`, as arguments of
-`publish(...)`, or as `settings` of `POST /v1/federations`. `PATCH /v1/federations/{name}` changes `rounds`, `cohort`,
-`deadline_seconds` and `silence_seconds` later.
+`publish(...)`, or as `settings` of `POST /v1/federations`. `sparrow federation set NAME KEY=VALUE` and
+`PATCH /v1/federations/{name}` change `rounds`, `cohort`, `deadline_seconds`, `silence_seconds`, `tags`,
+`cohort_where`, `operator` and `purpose` later.
 
 """
 

@@ -165,7 +165,7 @@ def get_federation(name: str, coordinator: TheCoordinator) -> FederationInfo:
 async def change_federation(name: str, change: ChangeFederation, coordinator: TheCoordinator) -> FederationInfo:
     """Pause, resume, stop or reopen a federation, or roll back to an older model.
 
-    Deadline, cohort and rounds change from the next round on.
+    Deadline, cohort and rounds change from the next round on; operator and purpose at once.
     """
     info = await coordinator.writers.run(coordinator.federations.change, name, change)
     coordinator.fact_recorded()

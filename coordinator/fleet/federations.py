@@ -243,7 +243,10 @@ _ACTIONS = {
 
 
 def _differences(before: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
-    return "; ".join(f"{name}: {before[name]} to {to}" for name, to in changed.items() if before.get(name) != to)
+    was = {name: before.get(name) for name in changed}
+    return "; ".join(
+        f"{name}: {was[name] or 'none'} to {to or 'none'}" for name, to in changed.items() if was[name] != to
+    )
 
 
 def _act(federation: Federation, action: str, now: float) -> EventKind:

@@ -45,6 +45,9 @@ def test_a_federation_tells_its_life(coordinator, play):
     assert kinds(coordinator, "a") == ["joined"]
     (changed,) = texts(coordinator, kinds=(EventKind.settings_changed,))
     assert changed == "settings changed: rounds: 4 to 5"
+    coordinator.change(operator="Clinic of Ulm", purpose="")
+    consent = texts(coordinator, kinds=(EventKind.settings_changed,))[0]
+    assert consent == "settings changed: operator: none to Clinic of Ulm"
     assert texts(coordinator, kinds=(EventKind.finished,)) == ["finished: all rounds done"]
     ended = next(each for each in coordinator.timeline.look("f").events if each.kind == "finished")
     assert ended.round == 4

@@ -189,6 +189,10 @@ def test_a_federation_is_made_steered_and_looked_at(sparrow, fails, night, lab):
     _, out, _ = sparrow("federation", "show", "made", *server)
     assert ["rounds", "9"] in [line.split() for line in out.splitlines()]
     assert '"proximal_weight": 0.5' in out
+    assert sparrow("federation", "set", "made", "purpose=To read digits", "operator=Ulm", *server)[0] == 0
+    settings = lab.get("/v1/federations/made").json()["settings"]
+    assert (settings["operator"], settings["purpose"]) == ("Ulm", "To read digits")
+    assert "purpose: " in fails(Exit.USAGE, "federation", "set", "made", f"purpose={'x' * 301}", *server)
     assert "rounds: x" in fails(Exit.USAGE, "federation", "set", "made", "rounds=x", *server)
     assert "settings can be changed: rounds, cohort" in fails(
         Exit.USAGE, "federation", "set", "made", "seed=3", *server

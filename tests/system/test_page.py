@@ -160,9 +160,12 @@ def test_an_administrator_changes_things(trained, open_page, tmp_path):
     page.get_by_label("Rounds in all").fill("90")
     page.get_by_label("Cohort, devices").fill("3")
     page.get_by_label("Deadline, s").fill("120.5")
+    page.locator("#settings").get_by_label("Run by").fill("Clinic of Ulm")
+    page.locator("#settings").get_by_label("Purpose").fill("To read digits on forms")
     page.get_by_role("button", name="Save").click()
     expect(page.locator("#saved")).to_have_text("Saved.")
     settings = trained.info("lab")["settings"]
+    assert (settings["operator"], settings["purpose"]) == ("Clinic of Ulm", "To read digits on forms")
     assert (settings["rounds"], settings["cohort"], settings["deadline_seconds"]) == (90, 3, 120.5)
 
     page.get_by_role("button", name="Resume").click()

@@ -41,11 +41,8 @@ export function show(now, may) {
     }));
     if (focused) $("actions").firstElementChild.focus();
   }
-  const { cohort, deadline_seconds, silence_seconds } = federation.settings;
-  for (const [key, value] of Object.entries({ rounds: federation.rounds, cohort, deadline_seconds, silence_seconds })) {
-    const field = form.elements[key];
-    if (!field.dataset.touched) field.value = value;
-  }
+  for (const field of form.querySelectorAll("input"))
+    if (!field.dataset.touched) field.value = federation.settings[field.name];
   if (moved && $("models").open) showModels();
 }
 
@@ -74,7 +71,8 @@ form.addEventListener("submit", async (event) => {
   // Only what was typed: the rest may have been changed by somebody else meanwhile.
   const fields = [...event.currentTarget.elements].filter((field) => field.dataset.touched);
   if (!fields.length) return said("saved", "Nothing was changed.");
-  if (!(await change("settings-problem", "PATCH", Object.fromEntries(fields.map((field) => [field.name, Number(field.value)]))))) return;
+  const given = ({ name, type, value }) => [name, type === "number" ? Number(value) : value.trim()];
+  if (!(await change("settings-problem", "PATCH", Object.fromEntries(fields.map(given))))) return;
   for (const field of fields) delete field.dataset.touched;
   said("saved", "Saved.");
 });

@@ -70,6 +70,8 @@ class ChangeFederation(Request):
     silence_seconds: float | None = Field(default=None, ge=1, le=7 * 86400)
     tags: AllowedTags | None = None
     cohort_where: Where | None = None
+    operator: str | None = Field(default=None, max_length=120, description="Who runs the federation")
+    purpose: str | None = Field(default=None, max_length=300, description="What its model is for")
 
 
 class ModelInfo(Answer):
