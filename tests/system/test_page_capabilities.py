@@ -8,6 +8,8 @@ import shutil
 import numpy as np
 import pytest
 
+from sparrow.protocol.wire import WIRE
+
 from . import browsers
 from .browsers import BLANK, CALM, NAMES, playwright
 from .test_join_page import ALONE, PHONE, Finger, phase
@@ -95,6 +97,22 @@ def test_the_last_failure_is_shown_until_a_round_succeeds(coordinator, open_page
     phase(page, "finished")
     expect(page.locator("#last-failure")).to_be_hidden()
     page.troubles.clear()  # Chromium asks for an icon of the text file
+
+
+def test_a_page_that_is_older_than_its_coordinator_asks_for_a_reload(coordinator, open_page):
+    coordinator.create("lab", **ALONE)
+    page = open_page(f"{coordinator.url}/join/lab", **PHONE)
+    phase(page, "ready")
+
+    def newer(route):
+        answer = route.fetch()
+        route.fulfill(response=answer, headers={**answer.headers, "sparrow-wire": str(WIRE + 1)})
+
+    page.context.route("**/v1/federations/lab", newer, times=1)
+    page.reload()
+    expect(page.get_by_role("alert")).to_have_text("This page is older than the coordinator. Reload it.")
+    page.reload()
+    phase(page, "ready")
 
 
 def test_right_answers_are_counts_of_the_samples(coordinator, open_page):

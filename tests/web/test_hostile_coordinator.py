@@ -32,6 +32,7 @@ from sparrow.protocol.messages import ASSIGNMENT_TYPE
 from sparrow.protocol.publication import Terms
 from sparrow.protocol.settings import FederationSettings
 from sparrow.protocol.signatures import Published
+from sparrow.protocol.wire import WIRE, WIRE_HEADER
 
 from ..system import browsers
 from ..system.browsers import PageDevice
@@ -498,6 +499,20 @@ def test_a_seed_beyond_javascripts_numbers_is_kept_whole(alone):
     assert call("federation('lab').then(({ settings }) => settings.seed)").outcome == str(2**63 - 1)
 
 
+def test_an_answer_of_another_version_ends_every_call(alone):
+    server, call = alone
+    assert f'const WIRE = {WIRE}, WIRE_HEADER = "{WIRE_HEADER}";' in (STATIC / "transport.js").read_text()
+    for version, said in ((WIRE - 1, "newer"), (WIRE + 1, "older")):
+        for status in (200, 404, 503):
+            wrong(server, always(status, b"{}", Sparrow_Wire=str(version)))
+            for name in ("federation", "a payload", "an update", "handing back"):
+                outcome = f"OtherVersion: This page is {said} than the coordinator. Reload it."
+                assert call(name).outcome == outcome
+    for odd in ("", "x", "-1", "9" * 30):
+        wrong(server, always(503, b"", Sparrow_Wire=odd))
+        assert call("federation").outcome.startswith("Stopped")
+
+
 def test_a_pause_that_is_asked_for_is_kept_and_has_an_end(alone):
     server, call = alone
     for asked, least, most in (("2", 2, 2.5), ("0", 0, 0.05), ("901", 900, 1125), ("999999999", 900, 1125)):
@@ -649,6 +664,16 @@ def test_a_device_outlives_its_coordinators_faults(lab, sign, name):
     """It neither ends nor trains on what is wrong, and goes on as soon as all is well."""
     method, path, answer = FAULTS[name]
     go_on(lab, wrong(lab.server, answer or with_nan(sign), method, path))
+
+
+def test_a_page_that_is_older_than_its_coordinator_stops(lab):
+    wrong(lab.server, always(204, b"", Sparrow_Wire=str(WIRE + 1)))
+    lab.page.wait_for("state.phase === 'failed'")
+    assert lab.page.state["detail"] == "This page is older than the coordinator. Reload it."
+    lab.server.fault = None
+    rounds = lab.page.state["rounds"]
+    lab.page.send(do="join", name="page", budget=0.5)
+    lab.page.wait_for(f"state.rounds > {rounds}")
 
 
 def test_work_that_cannot_be_used_is_handed_back(lab):

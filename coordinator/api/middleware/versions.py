@@ -20,7 +20,7 @@ class Versions(Middleware):
     """Answer 400 to a caller that names another version, and to devices of Sparrow too old to name one."""
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
-        # Pages and health checks name no version.
+        # Health checks and requests for the pages and their files name no version.
         if not scope["path"].startswith("/v1/"):
             return await self._app(scope, receive, send)
         named = header(scope, _HEADER)

@@ -58,6 +58,12 @@ export class Refused extends Error {
   }
 }
 
+/** The coordinator uses another version of the HTTP contract than this page. */
+export class OtherVersion extends Error {
+  failure = "coordinator-fault";
+  final = true;
+}
+
 /** The caller interrupted a call or a wait. */
 export class Stopped extends Error {}
 

@@ -3,10 +3,11 @@
  * failures are retried, after waits that double; other refusals are thrown as `Refused`. Answers have a maximum length for
  * each call; longer or unreadable ones are retried.
  */
-import { ProtocolError, Refused, Stopped } from "./errors.js";
+import { OtherVersion, ProtocolError, Refused, Stopped } from "./errors.js";
 import { reported } from "./failures.js";
 import { digestHex } from "./sha256.js";
 
+const WIRE = 1, WIRE_HEADER = "Sparrow-Wire"; // the version of the HTTP contract: `sparrow/protocol/wire.py`
 const FIRST_WAIT = 0.5, LONGEST_WAIT = 30, LONGEST_PAUSE = 900;
 const LARGEST_ANSWER = 1024 * 1024, LARGEST_REFUSAL = 64 * 1024;
 const LARGEST_PUBLICATION = 2 * (16 + 4) * 1024 * 1024; // of a manifest and a statement, with JSON escapes
@@ -246,10 +247,11 @@ export class Transport {
       if (body) this.traffic.up += body.length;
       // The URL is relative, because a proxy may serve the coordinator below a path.
       const response = await fetch(new URL(`..${path}`, import.meta.url), {
-        method, headers: { ...headers, ...(this.token ? { Authorization: `Bearer ${this.token}` } : {}) },
+        method, headers: { ...headers, [WIRE_HEADER]: WIRE, ...(this.token ? { Authorization: `Bearer ${this.token}` } : {}) },
         body: body?.length ? body : undefined, signal: abort.signal,
         redirect: "error", credentials: "omit", cache: "no-store", referrerPolicy: "no-referrer",
       });
+      checkVersion(response);
       clearTimeout(timer);
       const pace = { begin: Date.now(), bytes: 0 };
       timer = setInterval(() => tooSlow(pace) && ended(), 1000);
@@ -259,7 +261,8 @@ export class Transport {
       // Stop the download of a body that is not used.
       ended();
       if (stop.aborted) throw new Stopped();
-      throw error instanceof NoAnswer ? error : new NoAnswer("the coordinator does not answer");
+      if (error instanceof NoAnswer || error instanceof OtherVersion) throw error;
+      throw new NoAnswer("the coordinator does not answer");
     } finally {
       clearTimeout(timer);
       clearInterval(timer);
@@ -337,6 +340,13 @@ function jsonOf(bytes) {
     if (message !== null && typeof message === "object") return message;
   } catch { /* thrown below */ }
   throw new NoAnswer("the answer is not from a Sparrow coordinator");
+}
+
+/** Throw OtherVersion if an answer names another version. Answers of proxies name none. */
+function checkVersion({ headers }) {
+  const named = headers.get(WIRE_HEADER) ?? "";
+  if (!/^\d{1,9}$/.test(named) || Number(named) === WIRE) return;
+  throw new OtherVersion(`This page is ${Number(named) < WIRE ? "newer" : "older"} than the coordinator. Reload it.`);
 }
 
 function refusalOf({ status, headers, bytes }) {
