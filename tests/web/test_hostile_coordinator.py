@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edge_sdk.device.answers import REMEDIES
 from edge_sdk.publish import publish
 from edge_sdk.publishing.signing import Publisher
 from edge_sdk.tasks.digits import load_images
@@ -513,6 +514,17 @@ def test_an_answer_of_another_version_ends_every_call(alone):
         assert call("federation").outcome.startswith("Stopped")
 
 
+@pytest.mark.parametrize("status", [403, 405, 411, 413, 414, 431])
+def test_a_proxy_that_blocks_a_call_ends_it_with_status_and_remedy(alone, status):
+    server, call = alone
+    wrong(server, always(status, b"<html>blocked</html>", Content_Type="text/html"))
+    for name in ("federation", "a payload", "an update", "a large update", "handing back"):
+        outcome = call(name).outcome
+        assert f"refuses a call with status {status}; use another network, or ask the operator to " in outcome, name
+        assert outcome.endswith(REMEDIES[status])
+    assert call("a heartbeat").outcome == "true"
+
+
 def test_a_pause_that_is_asked_for_is_kept_and_has_an_end(alone):
     server, call = alone
     for asked, least, most in (("2", 2, 2.5), ("0", 0, 0.05), ("901", 900, 1125), ("999999999", 900, 1125)):
@@ -670,6 +682,17 @@ def test_a_page_that_is_older_than_its_coordinator_stops(lab):
     wrong(lab.server, always(204, b"", Sparrow_Wire=str(WIRE + 1)))
     lab.page.wait_for("state.phase === 'failed'")
     assert lab.page.state["detail"] == "This page is older than the coordinator. Reload it."
+    lab.server.fault = None
+    rounds = lab.page.state["rounds"]
+    lab.page.send(do="join", name="page", budget=0.5)
+    lab.page.wait_for(f"state.rounds > {rounds}")
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", ASKING, 403), ("PUT", SENDING, 405)])
+def test_a_page_behind_a_proxy_that_blocks_stops_and_can_continue(lab, method, path, status):
+    wrong(lab.server, always(status, b"<html>blocked</html>", Content_Type="text/html"), method, path)
+    lab.page.wait_for("state.phase === 'failed'")
+    assert f"refuses a call with status {status}; use another network" in lab.page.state["detail"]
     lab.server.fault = None
     rounds = lab.page.state["rounds"]
     lab.page.send(do="join", name="page", budget=0.5)

@@ -54,7 +54,8 @@ export class Refused extends Error {
 
   /** Whether the device ends; after any other refusal it retries. */
   get final() {
-    return this.is("NotAuthenticated", "NotAllowed", "CrossSite", "WrongHost", "NameTaken", "Finished", "FederationDeleted");
+    return this.is(
+      "NotAuthenticated", "NotAllowed", "CrossSite", "WrongHost", "NameTaken", "Finished", "FederationDeleted", "Blocked");
   }
 }
 

@@ -19,6 +19,15 @@ const BUNDLE_TYPE = "application/octet-stream";
 const JSON_TYPE = "application/json";
 const PREFIX = "urn:sparrow:problem:";
 const LONG_SEED = /"seed":\s*(\d{16,19})(?![\d.eE])/g; // above 2^53: kept as exact text
+/** Statuses with which proxies refuse calls for good -> the remedy (`edge_sdk/device/answers.py`). */
+const REMEDIES = {
+  403: "let it pass calls with GET, POST, PUT, PATCH and DELETE",
+  405: "let it pass calls with GET, POST, PUT, PATCH and DELETE",
+  411: "let it pass bodies with a Content-Length",
+  413: "raise its limit (nginx: client_max_body_size; Caddy: request_body)",
+  414: "raise its limit of an address's length (nginx: large_client_header_buffers)",
+  431: "raise its limit of the headers' length (nginx: large_client_header_buffers)",
+};
 const PASSING = ["Unavailable", "NotReady", "Unreadable", "Damaged", "InternalError", "DiskFull", "TooManyRequests"];
 
 /** The answer is missing, incomplete, or not from a coordinator. */
@@ -305,6 +314,7 @@ export class Transport {
         if (answer.status >= 200 && answer.status < 300) return read(answer);
         const refusal = refusalOf(answer);
         if (refusal && !passes(answer.status, refusal)) throw refusal;
+        if (!refusal && answer.status in REMEDIES && instead === null) throw blocked(answer.status);
         reason = refusal?.message ?? `a proxy in front of the coordinator answered with status ${answer.status}`;
         pause = pauseOf(answer, 0);
       } catch (error) {
@@ -357,6 +367,11 @@ function refusalOf({ status, headers, bytes }) {
   } catch {
     return null;
   }
+}
+
+function blocked(status) {
+  return new Refused(status, "Blocked", `a proxy or firewall in front of the coordinator refuses a call with status ${status}; ` +
+    `use another network, or ask the operator to ${REMEDIES[status]}`);
 }
 
 const tooSlow = ({ begin, bytes }) => Date.now() - begin > 1000 * (SLOW_SECONDS + bytes / SLOWEST);
