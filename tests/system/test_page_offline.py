@@ -56,6 +56,8 @@ def test_a_reload_without_a_coordinator_opens_the_model_and_predicts(coordinator
     expect(trained.locator("#away")).to_contain_text("The coordinator does not answer")
     expect(trained.locator("#samples")).to_contain_text("12 samples")
     assert predicted(trained) == before
+    Finger(trained).press("Download the model (.onnx)")
+    expect(trained.locator("#trial-problem")).to_contain_text("the first download of the model needs the coordinator")
     other = trained.context.new_page()
     other.goto(trained.url)
     expect(other.get_by_role("alert")).to_contain_text("open in another tab")

@@ -5,8 +5,9 @@ import { $, put } from "./words.js";
 const BASE = new URL("..", import.meta.url);
 const KEPT = "This page also opens without a network, and predicts if it has a model.";
 const INSTALL = ' To install it, choose "Install" or "Add to Home screen" in the browser\'s menu.';
+const PREVENTION = " Installing the page can prevent that.";
 const PERSISTENT = "This browser keeps your data and model until you delete them.";
-const TEMPORARY = "This browser may delete your data and model when it needs space. Installing the page can prevent that.";
+const TEMPORARY = "This browser may delete your data and model when it needs space.";
 
 /** Keep the page for visits without a network, and show whether the browser keeps it and its storage. */
 export async function keepPage() {
@@ -19,15 +20,20 @@ export async function keepPage() {
     return;
   }
   await serviceWorker.ready;
-  const installed = matchMedia("(display-mode: standalone)").matches;
-  put($("offline"), KEPT + (installed ? "" : INSTALL));
-  if (await storage.persisted()) put($("stored"), PERSISTENT);
+  put($("offline"), KEPT + (isInstalled() ? "" : INSTALL));
+  showStorage(await storage.persisted());
+}
+
+const isInstalled = () => matchMedia("(display-mode: standalone)").matches;
+
+function showStorage(persistent) {
+  put($("stored"), persistent ? PERSISTENT : TEMPORARY + (isInstalled() ? "" : PREVENTION));
 }
 
 /** Ask the browser to keep the page's storage, and show its answer. */
 export async function askToPersist() {
   const { storage } = navigator;
-  if (storage?.persist) put($("stored"), (await storage.persist()) ? PERSISTENT : TEMPORARY);
+  if (storage?.persist) showStorage(await storage.persist());
 }
 
 /** Delete the kept files. */

@@ -91,8 +91,8 @@ export class Taking {
     put($("first"), samples.enough ? "" : `First: ${samples.lacks}`);
   }
 
-  #progress({ work, federation }, taking) {
-    $("step-box").hidden = !taking;
+  #progress({ work, federation, offline }, taking) {
+    $("step-box").hidden = !taking || offline; // the round is then unknown
     $("step").hidden = !work?.steps;
     $("step").max = work?.steps || 1;
     $("step").value = work?.steps ? work.step : 0;

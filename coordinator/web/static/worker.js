@@ -479,6 +479,9 @@ async function predict({ id, input }) {
 async function exportModel({ id }) {
   const { engine, info, manifest, preparation } = session, tensors = session.bestTensors();
   if (!tensors) throw new Error("there is no model yet; take part in a round first");
+  if (session.stale && !(await store.get("skeleton.onnx"))) {
+    throw new Error("the first download of the model needs the coordinator; try again when it answers");
+  }
   const filled = fillSkeleton(await session.skeleton(), new Map([...tensors, ...engine.frozen]));
   const names = samples?.names ?? manifest.targets?.names ?? [];
   const { buffer } = compose(filled, preparation && (await preparation()), propertiesOf(manifest, names));
