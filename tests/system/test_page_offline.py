@@ -56,6 +56,8 @@ def test_a_reload_without_a_coordinator_opens_the_model_and_predicts(coordinator
     expect(trained.locator("#away")).to_contain_text("The coordinator does not answer")
     expect(trained.locator("#samples")).to_contain_text("12 samples")
     assert predicted(trained) == before
+    Finger(trained).give([1], np.random.default_rng(8))
+    expect(trained.locator("#samples")).to_contain_text("13 samples")
     Finger(trained).press("Download the model (.onnx)")
     expect(trained.locator("#trial-problem")).to_contain_text("the first download of the model needs the coordinator")
     other = trained.context.new_page()
@@ -64,6 +66,7 @@ def test_a_reload_without_a_coordinator_opens_the_model_and_predicts(coordinator
     trained.close()
     wait_until(lambda: tried_again(other, "joining"), "the other tab to go on", interval=0.5)
     assert predicted(other) == before
+    expect(other.locator("#samples")).to_contain_text("13 samples")
     coordinator.start()
     phase(other, "finished")
     expect(other.locator("#away")).to_be_hidden()

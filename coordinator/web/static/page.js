@@ -64,7 +64,7 @@ function draw(state) {
   $("retry").hidden = !lost;
   $("start-anew").hidden = !(lost && state.kept);
   $("insecure").hidden = state.secure;
-  $("away").hidden = !state.offline;
+  $("away").hidden = !state.offline || phase === "failed";
   show($("remains"), state.remains);
   put($("signed"), state.signed ? `Model: ${state.signed}` : "\u00a0"); // keeps its line
   giving.draw(state);

@@ -25,7 +25,7 @@ let prepared = null; // { samples, digest, parts }: the samples as inputs of the
 let pausedFor = null; // reason for the pause that the page wants
 let leaving = false;
 let refreshing = null; // the fetch of a federation that was opened without its coordinator
-let running = null; // the loop of rounds
+let joining = null, running = null; // the first calls of a device, and its loop of rounds
 let given = null; // the enrolment token of the page
 let pinned = null; // the fingerprint of the publisher that the page's link names
 let reportDue = null, yielded = 0, lastStep = null;
@@ -127,7 +127,8 @@ async function open({ federation, token, publisher = null }) {
   await opened({ phase: "ready", detail: "" });
   if (session.stale) refresh().catch(failed);
   const { identity } = session;
-  if (identity?.token && !identity.left && state.samples.enough) await join(identity);
+  // Samples can be added while it waits for the coordinator.
+  if (identity?.token && !identity.left && state.samples.enough) join(identity).catch(failed);
 }
 
 /** Fetch a federation that was opened without its coordinator. */
@@ -309,12 +310,17 @@ async function data() {
 
 // --- taking part -------------------------------------------------------------------------------------------------------
 
-async function join({ name, budget }) {
+async function join(given) {
   if (running) return;
-  if (!state.samples.enough) throw new Error(state.samples.lacks);
+  joining ??= begin(given).finally(() => (joining = null));
+  await joining;
+}
+
+async function begin({ name, budget }) {
   leaving = false;
   report({ phase: "joining", detail: "joining the federation" });
   if (session.stale) await refresh();
+  if (!state.samples.enough) throw new Error(state.samples.lacks);
   await session.join(name, budget);
   await session.keepIdentity({ left: false });
   running = rounds().catch(breakOff).finally(() => (running = null));
@@ -430,6 +436,7 @@ function stop() {
 async function leave() {
   stop();
   report({ detail: "leaving", work: null });
+  await joining?.catch(() => {});
   await running;
   await goodbye("interrupted/left");
   await session.keepIdentity({ left: true });
