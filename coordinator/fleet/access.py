@@ -199,7 +199,7 @@ class Tokens:
         return self._kinds
 
     def guarded_known(self) -> bool:
-        """Return whether ``guarded`` needs no query now."""
+        """Return True if the result of ``guarded`` is cached, so that it needs no query."""
         return len(self._kinds) == len(KINDS) or abs(self._clock() - self._looked_at) < REMEMBER_SECONDS
 
     def known_holder(self, secret: str) -> Holder | None:

@@ -123,10 +123,10 @@ def check_replaces(settings: FederationSettings, rules: SparseTrainingSettings) 
         most = min(expected, last * settings.local_epochs + 1)
         lower = f"a device_interval below {most}, " if most > 1 else ""
         raise BadContent(
-            f"method_settings.device_interval: a device replaces weights after every {epochs} of its epochs, until "
-            f"round {last} and before it has trained T_c = {expected} epochs (rounds x local_epochs x cohort / "
+            f"method_settings.device_interval: no device would replace weights. It does so after every {epochs} of its "
+            f"epochs, until round {last} and within T_c = {expected} epochs (rounds x local_epochs x cohort / "
             f"min_devices, here {rounds} x {settings.local_epochs} x {settings.cohort} / {settings.min_devices}, with "
-            f"cohort / min_devices at most 1): never. Set {lower}more rounds, {instead}"
+            f"cohort / min_devices at most 1). Set {lower}more rounds, {instead}"
         )
 
 

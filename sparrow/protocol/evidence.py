@@ -74,7 +74,7 @@ class Evidence(Record):
         return cls(parts=len(gains), gains=tuple(gains.mean(axis=0).tolist()), within=tuple(within[_PAIRS].tolist()))
 
     def told(self) -> dict[str, float]:
-        """Return the numbers that the pool averages, by name, as in ``TOLD``."""
+        """Return the reported numbers by name; the pool uses their means over devices."""
         gains = np.array(self.gains)
         numbers = [1 / self.parts, *gains, *np.outer(gains, gains)[_PAIRS], *self.within]
         return dict(zip(TOLD, map(float, numbers), strict=True))
