@@ -8,8 +8,8 @@ smoothed by ``PSEUDO_COUNT``, and τ the federation's ``logit_adjustment``, devi
 
     z + τ (log π_k + log C)
 
-in place of the outputs z [C]. The shared model then stays one of equal classes, while each device predicts with its own
-frequencies from the first round on.
+in place of the outputs z [C]. The shared model is then trained as if classes were equally frequent, and each device
+predicts with its own frequencies from the first round on.
 
 The offset is added to the last layer's bias in received values and subtracted from sent ones.
 """

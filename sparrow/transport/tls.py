@@ -123,7 +123,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"trust only these authorities (default: {CA_VARIABLE}, or public ones)",
     )
-    group.add_argument("--client-cert", type=Path, metavar="FILE", help="own certificate, if the server asks for one")
+    group.add_argument("--client-cert", type=Path, metavar="FILE", help="certificate to present to the server")
     group.add_argument("--client-key", type=Path, metavar="FILE", help="its key, unless it is in the same file")
 
 

@@ -116,7 +116,7 @@ class Receipt(Request):
     # Evidence for ``compare``.
     evidence: Evidence | None = Field(default=None, description="For compare: gains of the device's candidates")
     taken: Annotated[str, Field(max_length=32)] | None = Field(
-        default=None, description="With personal_model=fleet, at the end: the candidate that the device has taken"
+        default=None, description="With personal_model=fleet, at the end: the candidate that the device has chosen"
     )
     usual: Annotated[str, Field(max_length=32)] | None = Field(
         default=None, description="With personal_model=fleet, at the end: the candidate that is best for all devices"
