@@ -8,11 +8,13 @@ devices, and W the covariance of one part's gains within a device,
 
     E[γ_k | g_k] = μ + T (T + W / n_k)⁻¹ (g_k - μ)
 
-is the expected gain on new samples, with the covariance T - T (T + W / n_k)⁻¹ T. A device uses the candidate that is
-best for all, by μ, unless another is expected to gain more by ``DEPARTS`` standard deviations of the difference.
+is the expected gain on new samples. With B = T (T + W / n_k)⁻¹ and V the covariance of μ, which is a mean of few
+devices, its covariance is T - B T + (I - B) V (I - B)ᵀ (Morris, "Parametric Empirical Bayes Inference", JASA 78, 1983).
+A device uses the candidate that is best for all, by μ, unless another is expected to gain more by ``DEPARTS`` standard
+deviations of the difference.
 
 A part is one sample or, beyond ``MOST_PARTS`` samples, an equal share of them. Its gain is the difference of losses, at
-most ``LARGEST_GAIN`` either way. All devices have the same weight.
+most ``LARGEST_GAIN`` either way: a few confident errors must not decide. All devices have the same weight.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ CANDIDATES = ("personal", "mixture", "finished", "alone")
 """A device's choices besides the global model: its own, the mean of both, this mean trained once more, and a local-only
 one."""
 
-LARGEST_GAIN = 3.0
+LARGEST_GAIN = 1.0
 """Largest gain of a part, in units of the loss."""
 MOST_PARTS = 64
 FEWEST_DEVICES = 3
@@ -106,6 +108,8 @@ class Pool:
     between: Array
     # W [C, C].
     within: Array
+    # Mean of 1 / n_k.
+    inverse_parts: float
 
     @classmethod
     def of(cls, devices: int, means: Mapping[str, float]) -> Pool | None:
@@ -116,7 +120,7 @@ class Pool:
         noise, mean, products, within = numbers[0], *np.split(numbers[1:], np.cumsum([_COUNT, MOMENTS]))
         spread = (_square(products) - np.outer(mean, mean)) * devices / (devices - 1)
         covariance = _positive(_square(within))
-        return cls(devices, mean, _positive(spread - noise * covariance), covariance)
+        return cls(devices, mean, _positive(spread - noise * covariance), covariance, float(noise))
 
     @classmethod
     def from_plan(cls, plan: Mapping[str, Any]) -> Pool | None:
@@ -125,23 +129,30 @@ class Pool:
         numbers = np.array([float(plan[name]) for name in names])
         if len(numbers) < len(_PLANNED) or not (np.isfinite(numbers).all() and np.abs(numbers).max() <= 1e6):
             return None
-        mean, between, within = np.split(numbers[1:], np.cumsum([_COUNT, MOMENTS]))
-        return cls(int(numbers[0]), mean, _positive(_square(between)), _positive(_square(within)))
+        devices, inverse_parts = numbers[:2]
+        if devices < FEWEST_DEVICES or inverse_parts < 0:
+            return None
+        mean, between, within = np.split(numbers[2:], np.cumsum([_COUNT, MOMENTS]))
+        return cls(int(devices), mean, _positive(_square(between)), _positive(_square(within)), float(inverse_parts))
 
     def as_plan(self) -> dict[str, float]:
         """Return the pool as entries of a plan."""
-        numbers = [float(self.devices), *self.mean, *self.between[_PAIRS], *self.within[_PAIRS]]
+        counts = (float(self.devices), self.inverse_parts)
+        numbers = [*counts, *self.mean, *self.between[_PAIRS], *self.within[_PAIRS]]
         return dict(zip(_PLANNED, map(float, numbers), strict=True))
 
     def expected(self, evidence: Evidence) -> tuple[Array, Array]:
         """Return each candidate's expected gain on new samples of a device [C], and the covariance [C, C]."""
         noisy = self.between + self.within / evidence.parts + TINY * np.eye(_COUNT)
-        told = np.linalg.solve(noisy, self.between).T
-        return self.mean + told @ (np.array(evidence.gains) - self.mean), self.between - told @ self.between
+        own = np.linalg.solve(noisy, self.between).T
+        others = np.eye(_COUNT) - own
+        of_mean = (self.between + self.inverse_parts * self.within) / self.devices
+        covariance = self.between - own @ self.between + others @ of_mean @ others.T
+        return self.mean + own @ (np.array(evidence.gains) - self.mean), covariance
 
 
 _PLANNED = tuple(
-    ["pool devices", *(f"pool {name}" for name in TOLD if name.startswith("gain "))]
+    ["pool devices", "pool inverse_parts", *(f"pool {name}" for name in TOLD if name.startswith("gain "))]
     + [f"pool between {name.removeprefix('product ')}" for name in TOLD if name.startswith("product ")]
     + [f"pool {name}" for name in TOLD if name.startswith("within ")]
 )

@@ -15,7 +15,7 @@ def fleet(seed, devices=12, parts=6):
     """Gains [candidates, parts] of each device."""
     chance = np.random.default_rng(seed)
     truth = chance.normal(0, 0.3, (devices, len(CANDIDATES), 1))
-    return np.clip(truth + chance.normal(0, 0.6, (devices, len(CANDIDATES), parts)), -3, 3)
+    return np.clip(truth + chance.normal(0, 0.6, (devices, len(CANDIDATES), parts)), -1, 1)
 
 
 def evidence(gains):

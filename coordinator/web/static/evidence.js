@@ -8,7 +8,7 @@ export const CANDIDATES = ["personal", "mixture", "finished", "alone"];
 /** Share of the global model in a mixture, and of each candidate that began with some of it. */
 export const SHARE = 0.5;
 export const SHARES = { [GLOBAL]: 1, mixture: SHARE, finished: SHARE };
-const LARGEST_GAIN = 3, MOST_PARTS = 64, DEPARTS = 0.5, AHEAD = 2, TINY = 1e-9, LARGEST_TOLD = 1e6;
+const LARGEST_GAIN = 1, MOST_PARTS = 64, FEWEST_DEVICES = 3, DEPARTS = 0.5, AHEAD = 2, TINY = 1e-9, LARGEST_TOLD = 1e6;
 
 const indices = CANDIDATES.map((_, i) => i);
 const pairs = indices.flatMap((row) => indices.slice(row).map((column) => [row, column]));
@@ -81,13 +81,15 @@ function partsOf(batch, each) {
   return parts;
 }
 
-/** Return the pool in a plan, { mean, between, within }; null if it has none. */
+/** Return the pool in a plan, { devices, inverseParts, mean, between, within }; null if it has none. */
 export function poolOf(plan) {
   const named = (kind, names) => names.map((name) => plan?.[`pool ${kind} ${name}`]);
   const both = pairs.map(([row, column]) => `${CANDIDATES[row]} ${CANDIDATES[column]}`);
   const mean = named("gain", CANDIDATES), between = named("between", both), within = named("within", both);
-  const sound = [...mean, ...between, ...within].every((value) => typeof value === "number" && Math.abs(value) <= LARGEST_TOLD);
-  return sound ? { mean, between: square(between), within: square(within) } : null;
+  const devices = plan?.["pool devices"], inverseParts = plan?.["pool inverse_parts"];
+  if (!(devices >= FEWEST_DEVICES && inverseParts >= 0)) return null;
+  const sound = [devices, inverseParts, ...mean, ...between, ...within].every((value) => typeof value === "number" && Math.abs(value) <= LARGEST_TOLD);
+  return sound ? { devices, inverseParts, mean, between: square(between), within: square(within) } : null;
 }
 
 /** Return the name of the best candidate in `there`, a Map, or GLOBAL. */
@@ -113,12 +115,15 @@ function largest(gains, there, least) {
 }
 
 /** Return each candidate's expected gain on new samples: the fleet's mean, updated by the page's own evidence. */
-function expectedOf({ mean, between, within }, evidence) {
+function expectedOf({ devices, inverseParts, mean, between, within }, evidence) {
   const noisy = indices.map((i) => indices.map((j) => between[i][j] + within[i][j] / evidence.parts + (i === j ? TINY : 0)));
   const told = indices.map((i) => solved(noisy, between[i]));
   const expected = mean.map((value, i) => value + sum(told[i].map((share, j) => share * (evidence.gains[j] - mean[j]))));
+  const others = indices.map((i) => indices.map((j) => (i === j) - told[i][j]));
+  const ofMean = indices.map((i) => indices.map((j) => (between[i][j] + inverseParts * within[i][j]) / devices));
   const covariance = indices.map((i) => indices.map((j) =>
-    between[i][j] - sum(told[i].map((share, k) => share * between[k][j]))));
+    between[i][j] - sum(told[i].map((share, k) => share * between[k][j]))
+    + sum(others[i].map((share, k) => share * sum(others[j].map((other, l) => ofMean[k][l] * other))))));
   return { expected, covariance };
 }
 
