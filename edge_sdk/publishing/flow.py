@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, cast
 
 import torch
@@ -15,7 +17,6 @@ from .layers import Layers
 from .operations import Operation, Rule, State, Value, constant
 
 _RULES = {**rules.RULES, **products.RULES}
-_FILLED = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"}
 
 
 class Flow:
@@ -44,10 +45,9 @@ class Flow:
                 self.layers.note(node)
         self.neurons.doing = "the model's output"
         self.neurons.complete(*state.values[traced.output].known)
-        self.neurons.settle(state.axes.values())
         self.groups = self.neurons.groups(state.axes.values())
         self._described = {
-            name: (each.numel(), sum(bool(self.neurons.resolve(axis)) for axis in state.axes.get(name, ())))
+            name: (each.numel(), tuple(self.neurons.covered(axis) for axis in state.axes.get(name, ())))
             for name, each in tensors.items()
             if name in parameters and each.requires_grad
         }
@@ -56,13 +56,13 @@ class Flow:
     def share(self) -> float:
         """Share of the trained weights that belong to neurons."""
         total = sum(size for size, _ in self._described.values())
-        return self.worth[0] / total if total else 0.0
+        return float(self.worth[0] / total) if total else 0.0
 
     @property
-    def worth(self) -> tuple[int, int, int]:
+    def worth(self) -> tuple[Fraction | int, Fraction | int, int]:
         """The trained weights with neurons on an axis, these weights counted per axis, and the neurons."""
-        masked = sum(size for size, axes in self._described.values() if axes)
-        both = sum(size * axes for size, axes in self._described.values())
+        masked = sum(size * (1 - math.prod(1 - share for share in axes)) for size, axes in self._described.values())
+        both = sum(size * sum(axes) for size, axes in self._described.values())
         return masked, both, sum(group.size for group in self.groups[0])
 
     def why(self, name: str) -> str:
@@ -83,7 +83,7 @@ class Flow:
         if node.op != "call_function":
             return _constant(node.meta.get("val"))
         op = Operation(node, self.state)
-        if all(value.fixed and not value.learned for value in op.values) or op.name in _FILLED:
+        if all(value.fixed and not value.learned for value in op.values) or op.name in rules.FILLED:
             return _constant(op.result)
         derived = _rule_of(op)(op)
         if isinstance(derived, list):

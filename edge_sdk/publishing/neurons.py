@@ -11,10 +11,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from sparrow.protocol.manifest import NeuronGroup, Segment
 
 _COMPLETE = 0
+ALWAYS = "always"
+"""Group of the complete part of an axis that has neurons, too: one neuron, and a single neuron is always active."""
 # An axis with more runs becomes complete.
 _MOST_RUNS = 4096
 
@@ -40,7 +43,7 @@ class Neurons:
 
     def __init__(self) -> None:
         self._sizes = [1]
-        self._names = [""]
+        self._names = [ALWAYS]
         self._order = [0]
         self._become: list[Axis | None] = [None]
         self._why: dict[int, str] = {}
@@ -218,20 +221,14 @@ class Neurons:
                     return self.complete(axis)
         return self.resolve(tuple(found))
 
-    def settle(self, axes: Iterable[Axes]) -> None:
-        """Complete every axis with a complete part, until no axis changes."""
-        described = [axis for tensor in axes for axis in tensor if axis]
-        changed = True
-        while changed:
-            changed = False
-            for axis in described:
-                runs = self.resolve(axis)
-                if any(run.set == _COMPLETE for run in runs):
-                    self.complete(runs)
-                    changed = True
+    def covered(self, axis: Axis) -> Fraction:
+        """Return the share of an axis's entries that belong to neurons."""
+        runs = self.resolve(axis)
+        found = self.length(tuple(run for run in runs if run.set != _COMPLETE))
+        return Fraction(found, self.length(runs)) if runs else Fraction(0)
 
     def segments(self, axis: Axis, names: Sequence[str]) -> tuple[Segment, ...]:
-        """Return the settled axis as the manifest's segments; names: of the sets, by number."""
+        """Return the axis as the manifest's segments; names: of the sets, by number."""
         return tuple(Segment(group=names[run.set], repeat=run.repeat) for run in self.resolve(axis))
 
     def groups(self, axes: Iterable[Axes]) -> tuple[tuple[NeuronGroup, ...], list[str]]:

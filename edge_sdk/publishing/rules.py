@@ -8,10 +8,16 @@ from typing import Any
 
 import torch
 
+from .graph import operation
 from .neurons import Axis, Run
 from .operations import Operation, Rule, Value
 
 Lies = tuple[Axis | None, ...]
+FILLED = (
+    *("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"),
+    *("zeros", "ones", "full"),
+)
+"""Operators whose results have equal entries, so that these may change places."""
 
 
 def unknown(op: Operation) -> Any:
@@ -108,17 +114,24 @@ def _mixed(op: Operation, dims: Iterable[int]) -> Lies:
 
 def _cat(op: Operation) -> Lies:
     rank = len(op.shape)
-    parts = [part for part in map(op.state.of, op.at(0)) if part is not None and len(part.shape) == rank]
+    parts = [(node, part) for node in op.at(0) if (part := op.state.of(node)) is not None and len(part.shape) == rank]
     dim = op.dim(rank)
     result: list[Axis | None] = [None] * rank
     joined: Axis = ()
-    for part in parts:
+    for node, part in parts:
         for place, axis in enumerate(part.axes):
             if place != dim:
                 result[place] = op.neurons.join(result[place], axis)
-        joined += op.neurons.resolve(part.axes[dim] or ()) or (Run(0, part.shape[dim]),)
+        joined += op.neurons.resolve(part.axes[dim] or ()) or _without(op, node, part.shape[dim])
     result[dim] = op.neurons.resolve(joined)
     return tuple(axis or () for axis in result)
+
+
+def _without(op: Operation, node: Any, length: int) -> Axis:
+    """Return the axis of a part without neurons; the first state of a recurrent cell takes those of later states."""
+    if operation(node) in FILLED and op.state.of(node) is not None:
+        return op.neurons.add(op.node.name, length) or (Run(0, length),)
+    return (Run(0, length),)
 
 
 def _stack(op: Operation) -> Lies:

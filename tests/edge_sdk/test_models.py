@@ -356,7 +356,7 @@ def test_attention_between_two_sequences_has_columns_of_each():
     assert axes(manifest, "cross.out_proj.weight") == [[("cross.out_proj", 1)], [("cross", 4)]]
 
 
-def test_attention_weights_belong_to_nobody():
+def test_attention_weights_are_always_active():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -366,7 +366,9 @@ def test_attention_weights_belong_to_nobody():
             x, weights = self.attn(x, x, x)
             return self.out(torch.cat([x.mean(1), weights.mean(1)], 1))
 
-    assert describe(Net(), torch.randn(2, 7, 6), task="test").group_sizes == {}
+    manifest = describe(Net(), torch.randn(2, 7, 6), task="test")
+    assert manifest.group_sizes == {"always": 1, "attn.out_proj": 6}
+    assert axes(manifest, "out.weight") == [[], [("attn.out_proj", 1), ("always", 7)]]
 
 
 def test_sequence_first_counts_the_same_positions():

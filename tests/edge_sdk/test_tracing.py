@@ -344,7 +344,7 @@ class AddInput(nn.Module):
         return self.out(self.how(x, self.conv(x)).flatten(1))
 
 
-@pytest.mark.parametrize("how", [torch.add, lambda x, y: torch.cat([x, y], 1), lambda x, y: y.cumsum(1)])
+@pytest.mark.parametrize("how", [torch.add, lambda x, y: y.cumsum(1)])
 def test_what_cannot_be_described_is_complete(how):
     model = AddInput(how)
     model(torch.zeros(1, 2, 4, 4))
@@ -353,7 +353,7 @@ def test_what_cannot_be_described_is_complete(how):
     assert axes(manifest, "conv.weight") == []
 
 
-def test_completeness_spreads_over_a_concatenation():
+def test_the_complete_part_of_a_concatenation_is_a_neuron_that_is_always_active():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -363,7 +363,11 @@ def test_completeness_spreads_over_a_concatenation():
             b = self.b(x)
             return self.out(self.c(torch.cat([self.a(x), b], 1)) + (x + b).sum(1, keepdim=True))
 
-    assert groups(manifest_of(Net(), 3)) == {"c": 5}
+    manifest = manifest_of(Net(), 3)
+    assert groups(manifest) == {"always": 1, "a": 4, "c": 5}
+    assert axes(manifest, "c.weight") == [[("c", 1)], [("a", 1), ("always", 3)]]
+    mask = draw_neurons(manifest, NeuronDraw("key", 0.25))
+    assert [len(mask.active[group]) for group in ("always", "a", "c")] == [1, 1, 1]
 
 
 def test_constants_belong_to_nobody():
@@ -611,7 +615,39 @@ def between(self, x):
     return self.out(hidden * ((hidden > -0.5) & (hidden < 0.5)))
 
 
+def convolved(self, x):
+    """A convolutional recurrent cell over time: input and state are concatenated."""
+    state = x.new_zeros(len(x), 4, x.shape[-1])
+    for step in x.unbind(1):
+        gate, new = self.cell(torch.cat([step, state], 1)).chunk(2, 1)
+        state = state + torch.sigmoid(gate) * torch.tanh(new)
+    return self.out(state.mean(2))
+
+
 ANY = {
+    "convolutional cell": (
+        lambda: Calls(convolved, cell=nn.Conv1d(2 + 4, 8, 3, padding=1), out=nn.Linear(4, 2)),
+        (3, 2, 5),
+        {"always": 1, "cat": 4},
+    ),
+    "input beside": (
+        lambda: Calls(
+            lambda self, x: self.out(torch.cat([x, self.conv(x)], 1).flatten(1)),
+            conv=nn.Conv1d(2, 3, 1),
+            out=nn.Linear(20, 2),
+        ),
+        (2, 4),
+        {"always": 1, "conv": 3},
+    ),
+    "graph": (
+        lambda: Calls(
+            lambda self, x: self.out((self.edges @ self.hidden(x).relu()).mean(1)),
+            edges=torch.rand(5, 5),
+            out=nn.Linear(4, 2),
+        ),
+        (5, 4),
+        {"hidden": 4},
+    ),
     "LSTM cell": (lambda: Calls(stepped, rnn=nn.LSTMCell(3, 4), out=nn.Linear(4, 2)), (5, 3), {"rnn": 4}),
     "GRU cell": (lambda: Calls(stepped, rnn=nn.GRUCell(3, 4), out=nn.Linear(4, 2)), (5, 3), {"rnn": 4}),
     "RNN cell": (lambda: Calls(stepped, rnn=nn.RNNCell(3, 4, bias=False), out=nn.Linear(4, 2)), (5, 3), {"rnn": 4}),
