@@ -21,6 +21,7 @@ MEDIA_TYPE = "application/problem+json"
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
 """Header of a 401. With this scheme browsers show no dialog: pages have a form (``api.sign_in``)."""
 
+UNKNOWN_FIELD = "the coordinator knows no such field; leave it out, or upgrade the coordinator's Sparrow if it is older"
 MOST_DETAIL = 2000
 RETRY_SECONDS = 5
 """Seconds before a retry after a temporary failure."""
@@ -104,7 +105,7 @@ async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     # Newer devices send fields that an older coordinator lacks.
-    said = "unknown field; upgrade Sparrow here" if first["type"] == "extra_forbidden" else first["msg"]
+    said = UNKNOWN_FIELD if first["type"] == "extra_forbidden" else first["msg"]
     return problem(422, "InvalidRequest", f"{where}: {said}; the page at /docs describes this call")
 
 

@@ -72,6 +72,13 @@ def test_other_clients_are_answered(client, headers):
     assert client.get("/v1/federations/default/rounds", headers=CALL).status_code == 200
 
 
+def test_a_field_of_a_newer_caller_is_named(client):
+    body = {"name": "one", "enrolment_key": "k" * 32, "newer": 1}
+    answer = client.post("/v1/federations/default/devices", json=body)
+    assert answer.status_code == 422
+    assert answer.json()["detail"].startswith("body.newer: the coordinator knows no such field; ")
+
+
 def test_the_recorded_refusal_of_an_earlier_coordinator_says_that_it_is_older():
     transport = httpx.MockTransport(lambda request: httpx.Response(422, **ANSWER))
     with (
