@@ -113,8 +113,8 @@ function rowOf(device) {
   };
   const shown = (value, text) => [value == null ? "–" : text(value)];
   const cells = [
-    element("th", { scope: "row" }, [nameOf(device)]),
-    cell("Board", [device.profile.board || "unknown", ...(tagsOf(device) ? [element("p", { textContent: tagsOf(device) })] : [])]),
+    element("th", { scope: "row" }, [nameOf(device), ...(tagsOf(device) ? [element("p", { className: "tags", textContent: tagsOf(device) })] : [])]),
+    cell("Board", [device.profile.board || "unknown"]),
     cell("Budget", [device.budget.toLocaleString("en", { maximumFractionDigits: 3 })], "number budget"),
     cell("Accuracy", shown(device.accuracy, percent), "number"),
     cell("Did it help?", shown(device.gain, (value) => points(value).replace(" ", "\u00a0")), "number"),
