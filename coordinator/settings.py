@@ -98,7 +98,7 @@ class Settings(BaseSettings):
         default=200.0,
         gt=0,
         allow_inf_nan=False,
-        description="Most calls for work per second; in a larger fleet, devices without work pause longer",
+        description="Maximum number of calls for work per second; in a larger fleet, devices without work pause longer",
     )
     max_model_bytes: int = Field(default=2 * 1024**3, gt=0, description="Largest model that can be published, bytes")
     keep_models: int = Field(default=3, ge=1, description="Number of newest global models kept per federation")

@@ -41,7 +41,7 @@ LOOK_SECONDS = 10.0
 REST_SECONDS = 0.5
 """Least pause between two looks for events, which gathers those of a busy moment."""
 BATCH = 50
-"""Most events of a delivery."""
+"""Maximum number of events of a delivery."""
 MOST_WAITING = 1000
 MOST_ALERTS = 100
 FIRST_PAUSE = 5.0

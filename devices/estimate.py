@@ -46,8 +46,8 @@ class PowerModel:
             idle, full = (float(part) for part in text.split(":"))
         except ValueError as error:
             raise BadFigures(
-                f"power model {text!r}: want IDLE:MAX in watts, such as 2.3:6.4 (read both at the plug, once at rest "
-                "and once under full load)"
+                f"power model {text!r}: use the form IDLE:MAX in watts, such as 2.3:6.4 (read both at the plug, once "
+                "at rest and once under full load)"
             ) from error
         return cls(idle, full, f"given {text.strip()}", exponent=0.0)
 

@@ -67,7 +67,7 @@ class ExternalMeter(PowerSource):
                 watts.append(float(row[1]))
             except ValueError as error:
                 raise BadFigures(
-                    f"{path}, line {line}: {error}; want a time and watts, such as 1763800000,3.1"
+                    f"{path}, line {line}: {error}; write a time and watts, such as 1763800000,3.1"
                 ) from None
         return cls(times, watts, path.name)
 
@@ -110,7 +110,7 @@ def load_phases(path: Path) -> list[tuple[str, float, float]]:
         try:
             phases.append((row[0], _seconds(row[1]), _seconds(row[2])))
         except ValueError as error:
-            raise BadFigures(f"{path}, line {line}: {error}; want a name, a start and an end") from None
+            raise BadFigures(f"{path}, line {line}: {error}; write a name, a start and an end") from None
     if not phases:
         raise BadFigures(f"{path}: no phases; write a line NAME,START,END for each")
     return phases
@@ -130,7 +130,9 @@ def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, list[str]]]:
                 places = [names.index(column) for column in columns]
                 continue
             if len(cells) <= max(places):
-                raise BadFigures(f"{path}, line {line}: want the columns {', '.join(columns)}, separated by commas")
+                raise BadFigures(
+                    f"{path}, line {line}: must have the columns {', '.join(columns)}, with commas between"
+                )
             rows.append((line, [cells[place] for place in places]))
     return rows
 

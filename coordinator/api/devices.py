@@ -78,7 +78,9 @@ def list_devices(
 def device_states(
     name: str,
     coordinator: TheCoordinator,
-    most: Annotated[int, Query(ge=1, le=100_000, description="Most devices, in natural order of their names")] = 10_000,
+    most: Annotated[
+        int, Query(ge=1, le=100_000, description="Maximum number of devices, in natural order of their names")
+    ] = 10_000,
 ) -> DeviceStates:
     """Return the name and activity of each device, for a map of all devices."""
     return coordinator.device_lists.states(name, most)
@@ -88,7 +90,7 @@ def device_states(
 def get_device(
     device_id: str,
     coordinator: TheCoordinator,
-    most: Annotated[int, Query(ge=1, le=10_000, description="Most pieces of work, the newest first")] = 200,
+    most: Annotated[int, Query(ge=1, le=10_000, description="Maximum number of assignments, newest first")] = 200,
     format: Literal["json", "csv"] = "json",
 ) -> DeviceHistory | Response:
     """Return a device and its history: accuracy, loss, seconds, bytes and joules of each piece of work, or why it

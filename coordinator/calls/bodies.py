@@ -30,7 +30,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     if declared is None or not declared.isdigit():
         raise LengthRequired("declare the body's length: send Content-Length, not a chunked body")
     if int(declared) > limit:
-        raise TooLarge(f"the body has {declared} bytes, but at most {limit} are accepted; send only the masked values")
+        raise TooLarge(f"the body has {declared} bytes; it must have at most {limit}: send only the masked values")
     try:
         parts = [part async for part in request.stream()]
     except ClientDisconnect:

@@ -19,7 +19,7 @@ from .signals import Signal
 LONGEST_REST_SECONDS = 15.0
 LEAST_PAUSE_SECONDS = 0.5
 SHARE_OF_TIME = 0.05
-"""Most processor time that the overviews of a federation may take, as a fraction."""
+"""Maximum processor time that the overviews of a federation may take, as a fraction."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ SWEEP_SECONDS = 1.0
 AT_ONCE = 4
 """Large updates in memory at a time, enough to keep cores and disk busy."""
 SMALL_BYTES = 16 * 1024 * 1024
-"""Most bytes of small updates in memory; beyond it they are received like large ones."""
+"""Maximum bytes of small updates in memory; beyond it they are received like large ones."""
 GATHERED_BYTES = 1024 * 1024
 """Longest update that is read before it is checked."""
 WRITTEN_BYTES = 2 * 1024 * 1024
@@ -191,7 +191,7 @@ class Uploads:
             try:
                 limit = self._acceptance.check_envelope(assignment_id, device_id, media_type)
                 if total > limit:
-                    raise TooLarge(f"the update has {total} bytes, but at most {limit} are accepted")
+                    raise TooLarge(f"the update has {total} bytes; it must have at most {limit}")
             except (TooLarge, WrongMediaType) as error:
                 raise self._acceptance.count_refusal(assignment_id, device_id, error) from None
             if (declared or ("0" if first == total else "")) != str(last - first + 1):

@@ -95,7 +95,7 @@ class Publisher:
         with callers_data():
             note = checkpoint.read_note(body)
             if len(note) > LARGEST_NOTE:
-                raise TooLarge(f"the note has {len(note)} characters, but at most {LARGEST_NOTE} are accepted")
+                raise TooLarge(f"the note has {len(note)} characters; it must have at most {LARGEST_NOTE}")
             request = CreateFederation.model_validate_json(note)
             tensors, _ = checkpoint.load(body)
             request = request.model_copy(update={"publication": _take_publication(tensors) or request.publication})
@@ -328,7 +328,7 @@ def _take_manifest(tensors: Tensors) -> Manifest:
     """Pop the manifest from a checkpoint. Raises BadContent, TooLarge."""
     text = _taken(tensors, "manifest")
     if len(text) > MAX_MANIFEST:
-        raise TooLarge(f"the manifest has {len(text):,} bytes, at most {MAX_MANIFEST:,} are accepted")
+        raise TooLarge(f"the manifest has {len(text):,} bytes; it must have at most {MAX_MANIFEST:,}")
     return Manifest.model_validate_json(text)
 
 
@@ -397,7 +397,7 @@ def _check_graphs(graphs: Mapping[FileName, bytes], manifest: Manifest, *, built
         raise BadContent("skeleton_sha256: the manifest names no skeleton; publish with sparrow publish")
     for graph, digest in manifest.graphs.items():
         if len(graphs[graph]) > MAX_GRAPH:
-            raise TooLarge(f"the {graph} has {len(graphs[graph]):,} bytes, at most {MAX_GRAPH:,} are accepted")
+            raise TooLarge(f"the {graph} has {len(graphs[graph]):,} bytes; it must have at most {MAX_GRAPH:,}")
         if hashlib.sha256(graphs[graph]).hexdigest() != digest:
             raise BadContent(f"{graph}_sha256 of the manifest is not that of the {graph} sent; publish both together")
     if not built_in:

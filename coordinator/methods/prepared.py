@@ -43,7 +43,7 @@ def check_prepared(model: GlobalModel, mask: ElementMask, situation: Situation) 
         refuse_mask()
     most = weight_budget(situation.manifest, density_of(situation.settings))
     if mask.count > most:
-        raise BadContent(f"mask: it has {mask.count} weights, but at most {most} may exist; keep fewer")
+        raise BadContent(f"mask: it has {mask.count} weights; it must have at most {most}: keep fewer")
     empty = next((name for name, count in mask.counts.items() if not count), None)
     if empty is not None:
         raise BadContent(f"mask: {empty} has no weight, which blocks the network; keep at least one")

@@ -22,7 +22,7 @@ from sparrow.protocol.preparation import RAW_TYPES
 from ..errors import BadContent, Unavailable
 
 CHUNK = 256
-"""Most samples per run."""
+"""Maximum number of samples per run."""
 MEMORY = 4 * 2**30
 """Address space of an evaluation, bytes, besides ``COPIES`` of the model and the test file."""
 COPIES = 8

@@ -245,9 +245,7 @@ class Acceptance:
             assignment, device, federation = owned(db, assignment_id, device_id)
         longest, mask = self._envelope(assignment, device, federation, sent.media_type)
         if len(body) > longest:
-            raise TooLarge(
-                f"the body has {len(body)} bytes, but at most {longest} are accepted; send only masked values"
-            )
+            raise TooLarge(f"the body has {len(body)} bytes; it must have at most {longest}: send only masked values")
         if self._settled(assignment, digest):
             return None
         report, decoded, chosen = self._check_update(federation, device, assignment, mask, sent)

@@ -46,18 +46,20 @@ class Policy(BaseModel):
         default=None, ge=0, le=100, description="Battery level accepted instead of external power, %"
     )
     battery_start: float | None = Field(default=None, ge=0, le=100, description="Battery level at which work begins, %")
-    battery_stop: float | None = Field(default=None, ge=0, le=100, description="Battery level below which it pauses, %")
+    battery_stop: float | None = Field(
+        default=None, ge=0, le=100, description="Battery level in percent; work pauses below it"
+    )
     battery_pause_celsius: float | None = Field(
         default=None, ge=-50, le=150, description="Battery temperature at which work pauses, °C"
     )
     battery_resume_celsius: float | None = Field(
-        default=None, ge=-50, le=150, description="Battery temperature at which it resumes, °C"
+        default=None, ge=-50, le=150, description="Battery temperature at which work resumes, °C"
     )
     pause_celsius: float | None = Field(
         default=None, ge=-50, le=150, description="Temperature of the chip at which work pauses, °C"
     )
     resume_celsius: float | None = Field(
-        default=None, ge=-50, le=150, description="Temperature at which it resumes, °C"
+        default=None, ge=-50, le=150, description="Temperature of the chip at which work resumes, °C"
     )
     not_throttled: bool = Field(default=False, description="Pause while the chip is throttled")
     not_under_voltage: bool = Field(default=False, description="Return work while the supply voltage is too low")
@@ -73,8 +75,8 @@ class Policy(BaseModel):
     hours: str | None = Field(
         default=None, description="Local working hours, such as 22:00-07:00; ignored while the clock is not set"
     )
-    joules_per_day: float | None = Field(default=None, gt=0, description="Most energy per day, J")
-    hours_per_day: float | None = Field(default=None, gt=0, le=24, description="Most working time per day, h")
+    joules_per_day: float | None = Field(default=None, gt=0, description="Maximum energy per day, J")
+    hours_per_day: float | None = Field(default=None, gt=0, le=24, description="Maximum working time per day, h")
     duty: float = Field(default=1.0, gt=0, le=1, description="Share of the time spent computing, with rests between")
     blind_duty: float = Field(default=1.0, gt=0, le=1, description="The same if the chip's temperature cannot be read")
 

@@ -54,13 +54,13 @@ def check_affordable(needs: tuple[Needs, Needs], manifest: Manifest, train: int,
         if seconds > MOST_SECONDS:
             raise TooCostly(
                 f"the node {name[:80]!r} ({operator[:80]!r}) of the {what} is predicted to take {seconds:,.1f} s for a "
-                f"batch of {samples} samples on this device, at most {MOST_SECONDS:g} s are accepted; {smaller}"
+                f"batch of {samples} samples on this device; it must take at most {MOST_SECONDS:g} s: {smaller}"
             )
         whole = each.seconds(samples, speed)
         if whole > MOST_BATCH_SECONDS:
             raise TooCostly(
-                f"the {what} is predicted to take {whole:,.0f} s for a batch of {samples} samples on this device, at "
-                f"most {MOST_BATCH_SECONDS:g} are accepted; {smaller}"
+                f"the {what} is predicted to take {whole:,.0f} s for a batch of {samples} samples on this device; "
+                f"it must take at most {MOST_BATCH_SECONDS:g} s: {smaller}"
             )
         taken = tensors + each.bytes(samples)
         if taken > max(0, free) + SPARE:

@@ -99,7 +99,7 @@ class Publisher:
         """Return the signed terms. Raises ProtocolError if they are too long."""
         statement = terms.model_dump_json(exclude_none=True)
         if len(statement) > MAX_STATEMENT:
-            raise ProtocolError(f"the publication has {len(statement):,} bytes, at most {MAX_STATEMENT:,} are accepted")
+            raise ProtocolError(f"the publication has {len(statement):,} bytes; it must have at most {MAX_STATEMENT:,}")
         private = _private_key_type().from_private_bytes(self.key)
         signature = private.sign(signed_text(statement)).hex()
         return Publication(statement=statement, publisher=self.public, signature=signature)

@@ -380,7 +380,9 @@ def _join(parts: Sequence[_Part], wanted: SampleFormat, training: int = 1, input
     source = parts[0].source
     for part in parts:
         if len(part.inputs) != len(part.labels):
-            raise DataError(f"{part.source}: {len(part.inputs)} samples have {len(part.labels)} labels; give one each")
+            raise DataError(
+                f"{part.source}: {len(part.inputs)} samples have {len(part.labels)} labels; provide one per sample"
+            )
     if inputs is None:
         inputs = _together([_values(part.inputs, part.source, wanted) for part in parts])
     inputs, targets = _checked(source, inputs, _together([part.labels for part in parts]), wanted)
@@ -433,7 +435,10 @@ def _names_of(people: Array, names: Array | None, source: str) -> Array:
     if names is None or people.dtype.kind not in "iu":
         return people
     if people.min() < 0 or people.max() >= len(names):
-        raise DataError(f"{source}: people are {people.min()} to {people.max()}, but {len(names)} have names; name all")
+        raise DataError(
+            f"{source}: people are {people.min()} to {people.max()}, but there are {len(names)} names; add the missing "
+            "names"
+        )
     named: Array = names[people]
     return named
 
@@ -485,7 +490,9 @@ def _values(array: Array, source: str, wanted: SampleFormat) -> Array:
 
 def _checked(source: str, inputs: Array, labels: Array, wanted: SampleFormat) -> tuple[Array, NDArray[np.int64]]:
     if len(inputs) != len(labels) or len(labels) == 0:
-        raise DataError(f"{source}: {len(inputs)} samples have {len(labels)} labels; give one each, and at least one")
+        raise DataError(
+            f"{source}: {len(inputs)} samples have {len(labels)} labels; provide one per sample, at least one in all"
+        )
     targets = _numbered(source, labels, wanted)
     beyond = targets[(targets < 0) | (targets >= wanted.classes)]
     if len(beyond):

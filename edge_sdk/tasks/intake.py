@@ -362,7 +362,7 @@ class _Loader:
             plain: Array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
             return plain
         if not isinstance(value, list | tuple) and not hasattr(value, "__array__"):
-            raise self.wrong(f"the {part} are a {_kind(value)}; give {PAIR}", where)
+            raise self.wrong(f"the {part} must be an array, not a {_kind(value)}; give {PAIR}", where)
         try:
             array = np.asarray(value)
             # pandas' nullable columns.

@@ -40,7 +40,7 @@ def windows(text: Array, start: Array, people: Array, place: Array | None, *, le
     if len(start) != count + 1 or (np.diff(start) < 0).any() or start[0] < 0 or start[-1] > len(text):
         raise DataError(f"start: give {count + 1} numbers for {count} speeches, rising from 0 to {len(text)}")
     if place is not None and len(place) != count:
-        raise DataError(f"place: {len(place)} numbers for {count} speeches; give one each")
+        raise DataError(f"place: {len(place)} numbers for {count} speeches; provide one number per speech")
     order = np.arange(count) if place is None else np.argsort(place, kind="stable")
     first = np.arange(0, PIECE - length, STEP)
     found: list[Samples] = []

@@ -161,7 +161,8 @@ class _Check:
         for what, value in zip(("inputs", "targets"), batch, strict=True):
             if not isinstance(value, Tensor) and not hasattr(value, "__array__"):
                 raise self._wrong(
-                    f"the {what} of a batch are a {type(value).__name__}; give {PAIR}: one each, batch first"
+                    f"the {what} of a batch must be an array or tensor, not a {type(value).__name__}; each batch must "
+                    "be a pair (inputs, targets) whose first axis is the batch"
                 )
         inputs, targets = map(as_tensor, batch)
         if not inputs.dim() or not targets.dim() or len(inputs) != len(targets) or not len(inputs):

@@ -42,7 +42,7 @@ def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[
         devices = len(found)
     if len(found) < max(devices, 2):
         raise DataError(
-            f"--data {data}: {len(found)} files are too few for {max(devices, 2)} devices, which need one each; "
+            f"--data {data}: {len(found)} files are too few for {max(devices, 2)} devices, which need one file each; "
             "use fewer devices, or name one file, which is then split among all"
         )
     return tuple(found[:devices])

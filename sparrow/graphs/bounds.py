@@ -233,8 +233,8 @@ class Walk:
                 peak = max(peak, held + beside)
                 if peak > self._most:
                     raise SkeletonError(
-                        f"{named(node)}: {peak:,} bytes of values would be alive for one sample, at most "
-                        f"{MOST_ACTIVATIONS:,} are accepted"
+                        f"{named(node)}: {peak:,} bytes of values would be alive for one sample; the maximum is "
+                        f"{MOST_ACTIVATIONS:,}"
                     )
                 self.alive.append(held + beside)
                 for name in {*node.input, *made}:
@@ -251,8 +251,8 @@ class Walk:
         seconds = sum(map(REFERENCE.seconds, self.work))
         if values.samples == 1 and seconds > MOST_GRAPH_SECONDS:
             raise SkeletonError(
-                f"the graph is predicted to take {seconds:,.0f} s for one sample, at most {MOST_GRAPH_SECONDS:g} s are "
-                f"accepted; publish a smaller model"
+                f"the graph is predicted to take {seconds:,.0f} s for one sample; it must take at most "
+                f"{MOST_GRAPH_SECONDS:g} s: publish a smaller model"
             )
         return peak
 
@@ -400,8 +400,8 @@ class Walk:
 def too_slow(name: str, operator: str, seconds: float, what: str) -> SkeletonError:
     """Return the error for a node that takes too long. what: description of its samples."""
     return SkeletonError(
-        f"the node {name[:80]!r} ({operator[:80]!r}) is predicted to take {seconds:,.1f} s for {what}, at most "
-        f"{MOST_SECONDS:g} s are accepted; publish a smaller model"
+        f"the node {name[:80]!r} ({operator[:80]!r}) is predicted to take {seconds:,.1f} s for {what}; it must take "
+        f"at most {MOST_SECONDS:g} s: publish a smaller model"
     )
 
 

@@ -115,7 +115,7 @@ def check_graphs(graphs: Graphs, manifest: Manifest) -> tuple[Needs, Needs]:
 def _check(data: bytes, manifest: Manifest, what: str) -> Needs:
     try:
         if len(data) > MAX_GRAPH:
-            raise GraphError(f"it has {len(data)} bytes, at most {MAX_GRAPH} are accepted")
+            raise GraphError(f"it has {len(data)} bytes; it must have at most {MAX_GRAPH}")
         check_fields(data)
         model = parse(data)
         check_structure(model)
@@ -137,7 +137,7 @@ def _check_operators(model: ModelProto) -> None:
     if opset.version != OPSET:
         raise GraphError(f"it has operators of version {opset.version}, steps are published with {OPSET}")
     if len(model.graph.node) > MOST_NODES:
-        raise GraphError(f"it has {len(model.graph.node)} nodes, at most {MOST_NODES} are accepted")
+        raise GraphError(f"it has {len(model.graph.node)} nodes; it must have at most {MOST_NODES}")
     for node in model.graph.node:
         if node.op_type not in OPERATORS:
             raise GraphError(f"{named(node)}: this operator is not accepted")

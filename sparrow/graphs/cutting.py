@@ -146,7 +146,10 @@ class Cutter:
             self._cuts[tensor.name] = Cut(tensor.name, (None,) * len(tensor.dims))
         for node in self._nodes:
             if any(each.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS) for each in node.attribute):
-                raise CannotNarrow(f"{node.op_type}: a graph inside a graph cannot be cut; use a method such as fedspu")
+                raise CannotNarrow(
+                    f"{node.op_type}: operators with subgraphs cannot be narrowed; use a method that trains the full "
+                    "network, such as fedspu"
+                )
             self._cut_node(node)
         ends = {}
         for info in graph.output:

@@ -102,7 +102,7 @@ def _check_transform(node: NodeProto, values: Values) -> None:
         if flops > MOST_TRANSFORM_FLOPS:
             raise SkeletonError(
                 f"{named(node)}: {count // values.samples:,} transforms of {length:,} values take {flops:,} FLOPs "
-                f"for one sample, at most {MOST_TRANSFORM_FLOPS:,} are accepted; lengths that are powers of two "
+                f"for one sample; the maximum is {MOST_TRANSFORM_FLOPS:,}; use lengths that are powers of two, which "
                 "take a tenth"
             )
 
@@ -148,7 +148,7 @@ def _transforms(node: NodeProto, values: Values) -> tuple[int, int]:
         along = 2 * (along - 1)
     length = along if length is None else length
     if not 1 <= length <= LARGEST_TRANSFORM:
-        raise SkeletonError(f"{named(node)}: transforms {length} values, from 1 to {LARGEST_TRANSFORM} are accepted")
+        raise SkeletonError(f"{named(node)}: transforms {length} values; the length must be 1 to {LARGEST_TRANSFORM}")
     return length, math.prod(shape[:-1]) // max(1, shape[axis])
 
 

@@ -53,7 +53,7 @@ def check_skeleton(data: bytes, manifest: Manifest) -> ModelProto:
     Raises SkeletonError, naming the fault and the remedy.
     """
     if len(data) > MAX_GRAPH:
-        raise SkeletonError(f"the skeleton has {len(data)} bytes, at most {MAX_GRAPH} are accepted; leave weights out")
+        raise SkeletonError(f"the skeleton has {len(data)} bytes; it must have at most {MAX_GRAPH}: leave weights out")
     digest = hashlib.sha256(data).hexdigest()
     if manifest.skeleton_sha256 not in (None, digest):
         raise SkeletonError(

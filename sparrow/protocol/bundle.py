@@ -365,7 +365,7 @@ def _read_header(buffer: memoryview) -> tuple[dict[str, Any], int]:
         raise BundleError(f"{len(buffer)} bytes are too few for a bundle; send the whole file")
     (length,) = struct.unpack("<Q", buffer[:8])
     if length > MAX_HEADER:
-        raise BundleError(f"the header claims {length} bytes, at most {MAX_HEADER} are accepted; is this a bundle?")
+        raise BundleError(f"the header claims {length} bytes; it must have at most {MAX_HEADER}: is this a bundle?")
     if length > len(buffer) - 8:
         raise BundleError(f"the header claims {length} bytes, {len(buffer) - 8} follow: truncated; send it again")
     try:
@@ -415,11 +415,11 @@ def _entry(header: dict[str, Any], name: str, parts: Mapping[str, Expected]) -> 
         raise BundleError(f"{name}: shape and offsets must be integers from 0 to 2**53 - 1")
     allowed = _allowed_types(name, parts)
     if dtype not in allowed:
-        raise BundleError(f"{name}: dtype {dtype[:20]!r}; accepted are {', '.join(allowed)}")
+        raise BundleError(f"{name}: unsupported dtype {dtype[:20]!r}; use {' or '.join(allowed)}")
     if high - low != count * allowed[dtype]:
         raise BundleError(f"{name}: {count} values of {dtype} take {count * allowed[dtype]} bytes, not {high - low}")
     if name in parts and high - low > parts[name].most_bytes:
-        raise BundleError(f"{name}: {high - low} bytes, at most {parts[name].most_bytes} are expected; fetch it again")
+        raise BundleError(f"{name}: {high - low} bytes; it must have at most {parts[name].most_bytes}: fetch it again")
     return dtype, count, low, high
 
 
@@ -558,7 +558,10 @@ def _mask_of_first(manifest: Manifest, counts: list[Any]) -> NeuronMask:
     if len(counts) != len(sizes) or not all(
         type(count) is int and 1 <= count <= size for count, size in zip(counts, sizes.values(), strict=True)
     ):
-        raise BundleError("the mask must have the number of first neurons of each group; encode with protocol.bundle")
+        raise BundleError(
+            "a 'first' mask needs one count per group, from 1 to the group's size; encode it with "
+            "sparrow.protocol.bundle"
+        )
     return NeuronMask({group: np.arange(count) for group, count in zip(sizes, counts, strict=True)})
 
 
@@ -571,10 +574,10 @@ def _mask_from_index(manifest: Manifest, data: memoryview) -> NeuronMask:
             raise BundleError(f"{group}: the mask's index lists end too early; send the whole file")
         (count,) = struct.unpack("<I", data[start : start + 4])
         end = start + 4 + count * dtype.itemsize
-        if count > size or end > len(data):
-            raise BundleError(
-                f"{group}: the mask lists {count} of {size} neurons in too few bytes, or too many neurons"
-            )
+        if count > size:
+            raise BundleError(f"{group}: the mask lists {count} neurons, but the group has {size}; encode it again")
+        if end > len(data):
+            raise BundleError(f"{group}: the mask ends before its {count} neurons; send the whole file")
         active[group] = np.frombuffer(data[start + 4 : end], dtype=dtype).astype(np.intp)
         start = end
     if start != len(data):

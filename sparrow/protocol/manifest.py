@@ -241,9 +241,7 @@ class Manifest(Record):
         if neurons > sum(sum(tensor.shape) for tensor in self.tensors):
             raise ValueError(f"{neurons} neurons are more than all rows and columns; publish it again")
         if neurons > MAX_NEURONS:
-            raise ValueError(
-                f"{neurons:,} neurons in all, at most {MAX_NEURONS:,} are accepted; publish a smaller model"
-            )
+            raise ValueError(f"{neurons:,} neurons in total; the maximum is {MAX_NEURONS:,}; publish a smaller model")
         if self.groups and not self.coupling:
             raise ValueError("the manifest has neuron groups, but coupling is false; publish it again")
 
@@ -279,7 +277,7 @@ class Manifest(Record):
         total = sum(spec.bytes for spec in (*self.tensors, *(self.outputs or ())))
         if total > MAX_MODEL_BYTES:
             raise ValueError(
-                f"tensors: {total:,} bytes in all, at most {MAX_MODEL_BYTES:,} are accepted; publish a smaller model, "
+                f"tensors: {total:,} bytes in total; the maximum is {MAX_MODEL_BYTES:,}; publish a smaller model, "
                 f"or have its method exchange less"
             )
         samples = {"input_shape": (self.input_shape, 8), "output_shape": (self.output_shape, 8)}

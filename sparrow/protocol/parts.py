@@ -98,7 +98,7 @@ def unpack_signs(name: str, data: memoryview, most: int) -> Signs:
     """Return at most ``most`` signs, int8 [n]. Raises BundleError before it allocates."""
     count = struct.unpack("<I", data[:4])[0] if len(data) >= 4 else 0
     if count > most:
-        raise BundleError(f"{name}: the bundle has {count} signs, but at most {most} are expected; fetch it again")
+        raise BundleError(f"{name}: the bundle has {count} signs; it must have at most {most}: fetch it again")
     end = 4 + (count + 7) // 8
     if len(data) < end:
         raise BundleError(f"{name}: {count} signs take more than {len(data)} bytes; send the whole file")

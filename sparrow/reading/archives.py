@@ -360,7 +360,7 @@ def _people(file: _File, samples: int) -> NDArray[np.str_] | None:
         if names.ndim != 1 or entry.min() < 0 or entry.max() >= len(names):
             raise DataError(
                 f"{file.source}: {found[0]} is {entry.min()} to {entry.max()}, but {stem}s has shape {names.shape}; "
-                "name all"
+                f"make {stem}s a list with one name for each value"
             )
         entry = np.array(_texts(f"{file.source}: {stem}s", names))[entry]
     texts = [text.strip() for text in _texts(f"{file.source}: {found[0]}", entry)]

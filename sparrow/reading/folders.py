@@ -181,4 +181,4 @@ def _check_classes(root: Path, options: ReadOptions, targets: Targets | None, na
         raise BadOption(f"{root}: target=number, but folders name classes; leave it out, or {advice}")
     long = next((name for name in names if len(name) > 200), None)
     if long is not None:
-        raise DataError(f"{root}: the folder {long[:40]}... has {len(long)} characters, at most 200; rename it")
+        raise DataError(f"{root}: the folder {long[:40]}... has {len(long)} characters; use at most 200")

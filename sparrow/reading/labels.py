@@ -174,7 +174,7 @@ def _as_classes(
         if len(text) > 200 or "\0" in text:
             raise DataError(
                 f"{question.source}: {question.at(place)}: the label {text[:40]!r}... is not a class name: it has "
-                f"{len(text)} characters, at most 200 are allowed"
+                f"{len(text)} characters; use at most 200"
             )
     empty = found.named.found.get("")
     missing = None if empty is None else _missing(codes == empty, question)

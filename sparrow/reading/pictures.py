@@ -108,8 +108,8 @@ def _read(path: str) -> _Picture:
         with Image.open(path, formats=FORMATS) as image:
             if max(image.size) > MOST_PIXELS:
                 raise DataError(
-                    f"{path}: has {image.size[0]:,} x {image.size[1]:,} pixels, at most {MOST_PIXELS:,} x "
-                    f"{MOST_PIXELS:,} are read; make it smaller"
+                    f"{path}: has {image.size[0]:,} x {image.size[1]:,} pixels; it must have at most "
+                    f"{MOST_PIXELS:,} x {MOST_PIXELS:,}: make it smaller"
                 )
             # Pillow reduces 16-bit colours when it loads them.
             deep = any(";16" in str(tile[3]) for tile in getattr(image, "tile", ()))

@@ -88,7 +88,7 @@ def assign(source: str, names: Sequence[str], options: ReadOptions, wanted: Want
 def _kept(source: str, names: Sequence[str], options: ReadOptions) -> list[int]:
     """Return the columns that are not dropped, after a check of their names."""
     if len(names) > MOST_COLUMNS:
-        raise DataError(f"{source}: has {len(names):,} columns, at most {MOST_COLUMNS:,} are read; leave others out")
+        raise DataError(f"{source}: has {len(names):,} columns; the maximum is {MOST_COLUMNS:,}; leave others out")
     dropped = {_named(source, "drop", name, names) for name in options.drop}
     kept = [place for place, name in enumerate(names) if place not in dropped and name not in options.drop]
     _check_names(source, [names[place] for place in kept])
@@ -145,7 +145,9 @@ def _check_names(source: str, names: Sequence[str]) -> None:
         )
     wrong = next((name for name in names if len(name) > 200 or "\0" in name), None)
     if wrong is not None:
-        raise DataError(f"{source}: the name of the column {wrong[:40]!r}... has {len(wrong)} characters, at most 200")
+        raise DataError(
+            f"{source}: the name of the column {wrong[:40]!r}... has {len(wrong)} characters; use at most 200"
+        )
 
 
 def _named(source: str, key: str, name: str, names: Sequence[str]) -> int:

@@ -290,11 +290,11 @@ def _check_length(path: Path, seconds: float, span: bool) -> None:
     subject = "its part " if span else ""
     if seconds > LONGEST:
         raise DataError(
-            f"{path}: {subject}lasts {seconds:.1f} s, at most {LONGEST:g} s are read as one sample; window=2.56s cuts "
+            f"{path}: {subject}lasts {seconds:.1f} s; one sample must last at most {LONGEST:g} s: window=2.56s cuts "
             "it into windows"
         )
     if seconds < SHORTEST:
-        raise DataError(f"{path}: {subject}lasts {seconds * 1e3:.3g} ms, at least {SHORTEST * 1e3:g} ms are needed")
+        raise DataError(f"{path}: {subject}lasts {seconds * 1e3:.3g} ms; it must last at least {SHORTEST * 1e3:g} ms")
 
 
 def _inside(path: Path, span: Span, seconds: float) -> Span:

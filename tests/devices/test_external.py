@@ -84,9 +84,9 @@ def test_a_date_without_a_zone_is_local(file):
     [
         ("", "0 times and 0 powers; give at least two readings"),
         ("time,watts\n1,2\n", "give at least two readings"),
-        ("1,2\n2,many\n", "line 2: could not convert .*; want a time and watts"),
-        ("1,2\nyesterday,3\n", "line 2: 'yesterday' is not a time; want"),
-        ("1,2\n\n2\n", "line 3: want the columns time, watts"),
+        ("1,2\n2,many\n", "line 2: could not convert .*; write a time and watts"),
+        ("1,2\nyesterday,3\n", "line 2: 'yesterday' is not a time; write"),
+        ("1,2\n\n2\n", "line 3: must have the columns time, watts"),
         ("1,2\n2,-1\n", r"reading 2 is -1.0 W .* power not below 0"),
         ("1,2\n2,nan\n", "reading 2 is nan W"),
         ("nan,2\n2,1\n", "both must be finite"),
@@ -122,7 +122,7 @@ def test_phases_come_from_a_file_of_their_own(file):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("", "no phases"), ("train,1\n", "line 1: want"), ("a,b,c\n", "line 1: 'b'")]
+    ("text", "said"), [("", "no phases"), ("train,1\n", "line 1: must"), ("a,b,c\n", "line 1: 'b'")]
 )
 def test_a_file_without_phases_is_told(file, text, said):
     with pytest.raises(ValueError, match=said):

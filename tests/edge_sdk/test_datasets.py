@@ -112,7 +112,7 @@ def test_people_may_be_called_otherwise_and_have_names(folder, kind):
     np.savez(folder / "texts.npz", x=DIGITS, y=LABELS, **{kind: names[np.arange(24) % 3]})
     assert read_dataset(str(folder / "texts.npz"), MNIST).names == ("ann", "bob", "zoe")
     np.savez(folder / "few.npz", x=DIGITS, y=LABELS, **{kind: np.arange(24) % 3, f"{kind}s": names[:2]})
-    refused(folder / "few.npz", MNIST, "people are 0 to 2, but 2 have names")
+    refused(folder / "few.npz", MNIST, "people are 0 to 2, but there are 2 names")
 
 
 def test_a_flag_marks_the_published_test_part(folder):

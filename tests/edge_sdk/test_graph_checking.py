@@ -182,7 +182,7 @@ WRONG = {
     "external data": (external, "outside"),
     "a large constant": (large_constant, "'w' has more than"),
     "a constant over an input": (two_of_a_name, "occurs twice"),
-    "many nodes": (many_nodes, "nodes, at most"),
+    "many nodes": (many_nodes, "nodes; it must have at most"),
     "a foreign input": (foreign_input, "input 'secret'"),
     "a weight of another shape": (wide_weight, "not of the manifest's"),
     "a foreign output": (foreign_output, "output 'grad:other'"),

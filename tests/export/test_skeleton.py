@@ -460,7 +460,7 @@ def test_every_prefix_of_a_skeleton_is_refused(proto, manifest):
 
 def test_a_skeleton_that_is_too_large_is_refused_unread(manifest, monkeypatch):
     monkeypatch.setattr(export_skeleton, "MAX_GRAPH", 10)
-    with pytest.raises(SkeletonError, match="11 bytes, at most 10"):
+    with pytest.raises(SkeletonError, match="11 bytes; it must have at most 10"):
         check_skeleton(b"x" * 11, manifest)
 
 

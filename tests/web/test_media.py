@@ -248,7 +248,7 @@ WRONG = {
     "broken": ({"cat/9.png": b"\x89PNG\r\n\x1a\n"}, "photos/cat/9.png: cannot be read as a picture; copy it again"),
     "truncated": ({"cat/9.jpg": packed(noise(200, 200), "JPEG")[:9000]}, "photos/cat/9.jpg: cannot be read as a"),
     "empty": ({"dog/9.png": b""}, "photos/dog/9.png: is empty; copy the picture again"),
-    "too large": ({"dog/9.png": LARGE}, "photos/dog/9.png: has 2 x 4097 pixels, at most 4096 x 4096 are read"),
+    "too large": ({"dog/9.png": LARGE}, "photos/dog/9.png: has 2 x 4097 pixels; it must have at most 4096 x 4096"),
     "another class": ({"cow/9.png": GOOD["cat/0.png"]}, "photos: has the class 'cow'; the federation's are cat, dog"),
     "sounds among them": (
         {"dog/a.wav": b"RIFF"},
@@ -275,7 +275,7 @@ def test_folders_without_classes_are_refused_by_both(modules, tmp_path):
     part = written(tmp_path / "part", {"val/cat/1.png": GOOD["cat/0.png"]})
     check_refused(modules, part, federation(), "part: has val, but no train; add it")
     long = written(tmp_path / "long", {f"{'c' * 201}/1.png": GOOD["cat/0.png"]})
-    check_refused(modules, long, federation(), "has 201 characters, at most 200; rename it")
+    check_refused(modules, long, federation(), "has 201 characters; use at most 200")
     check_refused(modules, flat.parent / "bare", HEARD, "bare: holds no picture")
     pictures = written(tmp_path / "photos", GOOD)
     check_refused(

@@ -87,7 +87,7 @@ function readHeader(body) {
   if (body.length < 8) throw new BundleError(`${body.length} bytes are too few for a bundle`);
   const view = new DataView(body.buffer, body.byteOffset, 8);
   const length = view.getUint32(0, true) + view.getUint32(4, true) * 2 ** 32;
-  if (length > MAX_HEADER) throw new BundleError(`the header claims ${length} bytes; at most ${MAX_HEADER} are accepted`);
+  if (length > MAX_HEADER) throw new BundleError(`the header claims ${length} bytes; it must have at most ${MAX_HEADER}`);
   if (length > body.length - 8) throw new BundleError("the bundle is truncated: it ends within its header");
   let header;
   try {

@@ -20,7 +20,7 @@ export async function readSamples(file, manifest, seed) {
   if (!kind) throw new DataError(`${file.name}: a .npz, .csv or .tsv file is wanted; save your samples as one of them`);
   if (file.size > LARGEST_BYTES) {
     const [met, most] = [file.size, LARGEST_BYTES].map((size) => Math.round(size / 1e6));
-    throw new DataError(`${file.name}: ${met} MB, at most ${most} MB are wanted; save fewer samples`);
+    throw new DataError(`${file.name}: ${met} MB; it must have at most ${most} MB: save fewer samples`);
   }
   const { preparation, targets, inputShape, outputShape, task } = manifest;
   const wanted = { preparation, targets, inputShape, outputs: outputShape.at(-1), seed, task };

@@ -171,7 +171,7 @@ function checkClasses(source, found) {
   const long = found.map(({ label }) => label).find((label) => [...label].length > LONGEST_CLASS);
   if (long === undefined) return;
   const start = [...long].slice(0, 40).join("");
-  throw new DataError(`${source}: the folder ${start}... has ${[...long].length} characters, at most ${LONGEST_CLASS}; rename it`);
+  throw new DataError(`${source}: the folder ${start}... has ${[...long].length} characters; use at most ${LONGEST_CLASS}`);
 }
 
 const suffixOf = (path) => /[^/](\.[^./]+)$/.exec(path)?.[1].toLowerCase() ?? "";

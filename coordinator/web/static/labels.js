@@ -31,8 +31,8 @@ export function classesIn(written, { known = [], at, decimal = ".", floats = fal
   for (const [text, place] of found) {
     if (text.length > LONGEST || text.includes("\0")) {
       throw new DataError(
-        `${at(place)}: the label '${text.slice(0, 40)}'... is not a class name: it has ${text.length} characters, ` +
-          `at most ${LONGEST} are allowed`,
+        `${at(place)}: the label '${text.slice(0, 40)}'... is not a class name: it has ${text.length} characters; ` +
+          `use at most ${LONGEST}`,
       );
     }
     if (decimals) found.set(text, whole(text, values.get(text), known, () => at(place)));

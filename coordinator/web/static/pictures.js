@@ -76,7 +76,7 @@ async function withPicture(file, use) {
   const name = file.name ?? "the picture";
   if (file.size > LARGEST_BYTES) {
     const [met, most] = [file.size, LARGEST_BYTES].map((size) => Math.round(size / 1e6));
-    throw new DataError(`${name}: ${met} MB, at most ${most} MB are wanted; choose a smaller copy`);
+    throw new DataError(`${name}: ${met} MB; it must have at most ${most} MB: choose a smaller copy`);
   }
   const picture = await decode(file).catch(() => {
     throw new DataError(`${name}: not a picture that this browser can read; choose a JPEG, PNG or WebP file`);

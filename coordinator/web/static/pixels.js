@@ -16,7 +16,7 @@ export async function readPixels(file, raw) {
   if (!file.size) throw new DataError(`${file.name}: is empty; copy the picture again`);
   if (file.size > LARGEST_BYTES) {
     const [met, most] = [file.size, LARGEST_BYTES].map((size) => Math.round(size / 1e6));
-    throw new DataError(`${file.name}: ${met} MB, at most ${most} MB are wanted; choose a smaller copy`);
+    throw new DataError(`${file.name}: ${met} MB; it must have at most ${most} MB: choose a smaller copy`);
   }
   const asStored = { imageOrientation: "from-image", premultiplyAlpha: "none", colorSpaceConversion: "none" };
   // Some browsers refuse words of the options that they do not know; upright is what they make of a picture then too.
@@ -43,7 +43,7 @@ export async function readPixels(file, raw) {
 function checkSize(name, height, width, { shape: [high, wide], free }) {
   const met = `${name}: has ${width} x ${height} pixels`;
   if (Math.max(height, width) > MOST_PIXELS) {
-    throw new DataError(`${met}, at most ${MOST_PIXELS} x ${MOST_PIXELS} are read; make it smaller`);
+    throw new DataError(`${met}; it must have at most ${MOST_PIXELS} x ${MOST_PIXELS}: make it smaller`);
   }
   if (!free.length && (height !== high || width !== wide)) {
     throw new DataError(`${met}, the federation's pictures have ${wide} x ${high}; scale it`);

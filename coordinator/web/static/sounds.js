@@ -42,7 +42,7 @@ async function decode(file, rate) {
   if (!file.size) throw new DataError(`${file.name}: is empty; copy the sound again`);
   if (file.size > LARGEST_BYTES) {
     const [met, most] = [file.size, LARGEST_BYTES].map((size) => Math.round(size / 1e6));
-    throw new DataError(`${file.name}: ${met} MB, at most ${most} MB are wanted; cut it`);
+    throw new DataError(`${file.name}: ${met} MB; it must have at most ${most} MB: cut it`);
   }
   const content = await file.arrayBuffer(), header = headerOf(new DataView(content));
   let context = null;

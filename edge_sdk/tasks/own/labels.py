@@ -146,7 +146,7 @@ def _class_targets(path: str, first: Raw, found: tuple[str, ...], publishing: Pu
     names = publishing.classes or first.classes or found
     if len(names) + publishing.spare < 2:
         met = f"--classes names only {some(names)}" if publishing.classes else f"all labels are {some(names)}"
-        raise DataError(f"{path}: {met}; a task needs at least 2 classes: name all in --classes")
+        raise DataError(f"{path}: {met}; a task needs at least 2 classes: list all of them in --classes")
     return _described(path, column=first.label, names=names, spare=publishing.spare)
 
 

@@ -362,7 +362,7 @@ def endless_chain(count):
         ("evaluation", b"\xff" * 1000, "the evaluation's graph is refused"),
         ("step", DIGITS.graphs["evaluation"], "the step's graph is refused: it has no output 'error'"),
         ("step", endless_chain(150_000), "the step's graph is refused: the graph has more than 500000 fields"),
-        ("evaluation", endless_chain(20_000), "it has 20000 nodes, at most 10000 are accepted"),
+        ("evaluation", endless_chain(20_000), "it has 20000 nodes; it must have at most 10000"),
     ],
     ids=["no step", "no evaluation", "an evaluation as step", "a huge step", "a large evaluation"],
 )
@@ -385,8 +385,8 @@ def test_a_few_lines_do_not_describe_gigabytes(client):
     """Constant and drawn values need not travel: tensors of gigabytes would have been made of these 2 kB."""
     for count, policy, status, said in (
         (3, "shared", 413, "accepts up to 2147483648"),
-        (16, "shared", 422, "17,179,869,184 bytes in all, at most 4,294,967,296 are accepted; publish a smaller model"),
-        (16, "personal", 422, "17,179,869,184 bytes in all"),
+        (16, "shared", 422, "17,179,869,184 bytes in total; the maximum is 4,294,967,296; publish a smaller model"),
+        (16, "personal", 422, "17,179,869,184 bytes in total"),
     ):
         spec = {"shape": [2**28], "init": {"kind": "constant", "value": 1}, "policy": policy}
         tensors = [{"name": f"w{number}", **spec} for number in range(count)]
@@ -777,7 +777,7 @@ def bad_updates(assignment, train, sign, take_apart):
         "truncated in the values": (422, "send the whole file", good[:-100]),
         "damaged": (422, "does not match its content; send it again", good[:-1] + bytes([good[-1] ^ 1])),
         "random": (422, "bundle", bytes(range(256)) * 4),
-        "too large": (413, "are accepted", bytes(limit + 1)),
+        "too large": (413, "must have at most", bytes(limit + 1)),
         "not finite": (422, "conv1.weight: a value is not finite; do not send", infinite),
         "too few values": (422, "pack it again", sign(short, data[:40])),
         "another round's mask": (422, "mask: it differs from the mask of one in round 1", update(next_round)),

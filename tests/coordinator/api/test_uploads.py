@@ -104,7 +104,7 @@ def test_parts_that_do_not_fit_are_refused_and_leave_nothing(client, update, tmp
     assert_problem(ranged(client, update, 0, body=body[:-1]), 411, "Content-Length")
     assert_problem(ranged(client, update, 0, **{"Content-Range": "bytes 1"}), 422, "FIRST-LAST/TOTAL")
     huge = {"Content-Range": f"bytes 0-{10**12 - 1}/{10**12}"}
-    assert_problem(ranged(client, update, 0, **huge), 413, "are accepted")
+    assert_problem(ranged(client, update, 0, **huge), 413, "must have at most")
     damaged = bytes([body[0] ^ 1]) + body[1:]
     assert_problem(ranged(client, update, 0, body=damaged), 416, "does not match its announced digest")
     assert parts(tmp_path) == []

@@ -206,9 +206,9 @@ PERSONAL = [
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tensors": PERSONAL}, "tensors: 68,719,476,736 bytes in all, at most 4,294,967,296 are accepted"),
+        ({"tensors": PERSONAL}, "tensors: 68,719,476,736 bytes in total; the maximum is 4,294,967,296"),
         ({"tensors": [{**PERSONAL[0], "policy": "dropped", "shape": [2**31]}]}, "publish a smaller model"),
-        ({"tensors": [{**PERSONAL[0], "policy": "frozen", "trainable": False, "shape": [2**31]}]}, "bytes in all"),
+        ({"tensors": [{**PERSONAL[0], "policy": "frozen", "trainable": False, "shape": [2**31]}]}, "bytes in total"),
         ({"outputs": [{"name": "scores", "shape": [2**31, 2]}]}, "or have its method exchange less"),
         ({"input_shape": [2**31]}, "input_shape: 2,147,483,648 values for one sample have more than 268,435,456 bytes"),
         ({"output_shape": [2**16, 2**16]}, "output_shape: 4,294,967,296 values"),
@@ -218,7 +218,7 @@ PERSONAL = [
         ),
         (
             {"tensors": [{"name": "w", "shape": [2**21]}], "groups": [{"name": "g", "size": 2**21}]},
-            "2,097,152 neurons in all, at most 1,048,576",
+            "2,097,152 neurons in total; the maximum is 1,048,576",
         ),
     ],
 )
