@@ -184,7 +184,7 @@ class Settings(BaseSettings):
     def _tag_keys(cls, text: str) -> str:
         for key in keys_of(text):
             if not re.fullmatch(KEY, key):
-                raise ValueError(f"{key!r} cannot be a tag's key; give keys such as board,site")
+                raise ValueError(f"{key!r} cannot be a tag's key; use keys such as board,site")
         return text
 
     @model_validator(mode="after")
@@ -194,7 +194,7 @@ class Settings(BaseSettings):
         for kind, token in self.tokens().items():
             if kinds[token] != kind:
                 names = " and ".join(f"{PREFIX}{each.upper()}_TOKEN" for each in (kind, kinds[token]))
-                raise ValueError(f"{names} are the same; give each kind its own token")
+                raise ValueError(f"{names} are the same; choose a different token for each kind")
         return self
 
     @field_validator("webhook_events")
@@ -203,7 +203,7 @@ class Settings(BaseSettings):
         known = {kind.value for kind in EventKind}
         for kind in _listed(text) - {"*"}:
             if kind not in known:
-                raise ValueError(f"{kind} is not an event kind{nearest(kind, known)}; give {', '.join(sorted(known))}")
+                raise ValueError(f"{kind} is not an event kind{nearest(kind, known)}; use {', '.join(sorted(known))}")
         return text
 
     @model_validator(mode="after")

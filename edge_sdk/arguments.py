@@ -73,7 +73,7 @@ def settings_of(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
     found: dict[str, str] = {}
     for name, value in pairs:
         if name in found:
-            raise WrongUsage(f"{name} is given twice; give it once")
+            raise WrongUsage(f"{name} is set twice; set it once")
         found[name] = value
     fields = FederationSettings.model_fields.keys() - {"method_settings"}
     common: dict[str, Any] = {name: value for name, value in found.items() if name in fields}

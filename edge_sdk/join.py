@@ -154,7 +154,7 @@ class JoinOptions:
         for name in ("patience_seconds", "first_seconds"):
             patience = getattr(self, name)
             if patience is not None and not (isinstance(patience, int | float) and patience >= 0):
-                raise BadArgument(f"{name}={patience!r} is invalid; give seconds of at least 0, or None")
+                raise BadArgument(f"{name}={patience!r} is invalid; use seconds of at least 0, or None")
         if self.require_secure is not None and not _is_whole(self.require_secure, 0):
             raise BadArgument(
                 f"require_secure={self.require_secure!r} is invalid; give the number of devices that may collude, 0 "
@@ -410,7 +410,7 @@ def _task_maker(task: Any, data: str | None, device: str) -> Callable[[Federatio
 
     def make(info: FederationInfo, manifest: Manifest) -> Task:
         if named and task not in (None, info.task):
-            raise BadArgument(f"the federation {info.name} trains {info.task!r}, not {task!r}; give {info.task!r}")
+            raise BadArgument(f"the federation {info.name} trains {info.task!r}, not {task!r}; use {info.task!r}")
         if named:
             settings = info.settings
             return load_data_of(manifest, data, device=device, seed=settings.seed, batch_size=settings.batch_size)

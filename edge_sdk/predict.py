@@ -514,7 +514,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.top < 1:
         raise WrongUsage(f"--top {options.top}: give at least 1")
     if options.watch is not None and not options.watch > 0:
-        raise WrongUsage(f"--watch {options.watch}: give seconds above 0")
+        raise WrongUsage(f"--watch {options.watch}: use seconds above 0")
     watched = Watched(
         options.model,
         options.threads,

@@ -228,7 +228,7 @@ def _options(parser: Parser) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     if options.watch is not None and not options.watch > 0:
-        raise WrongUsage(f"--watch {options.watch}: give seconds above 0")
+        raise WrongUsage(f"--watch {options.watch}: use seconds above 0")
     if options.join_link and (options.federation is None or options.watch is not None):
         raise WrongUsage("--join-link needs one federation and no --watch: sparrow status FEDERATION --join-link")
     with connect(options.server, tls.from_options(options)) as client:

@@ -115,7 +115,7 @@ def _run(options: argparse.Namespace) -> None:
     if not (options.tensorboard or options.mlflow or options.json):
         raise WrongUsage("no output is chosen: give --tensorboard DIR, --mlflow URI or --json")
     if not options.every > 0:
-        raise WrongUsage(f"--every {options.every}: give seconds above 0")
+        raise WrongUsage(f"--every {options.every}: use seconds above 0")
     with ExitStack() as stack:
         transport = stack.enter_context(connected(options, ("observer", "admin"), _say_waiting))
         info = transport.federation(options.federation)

@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> None:
         if path is not None and not path.is_file():
             raise FileNotFoundError(f"{option}: there is no file {path}")
     if options.ssl_keyfile is not None and options.ssl_certfile is None:
-        raise WrongUsage("--ssl-keyfile needs --ssl-certfile; give both")
+        raise WrongUsage("--ssl-keyfile needs --ssl-certfile; pass both")
     with listen(options.host, options.port) as listener:
         # Importing it reads the environment.
         from ..main import create_app

@@ -161,7 +161,7 @@ def _texts(entries: Sequence[str], advice: str) -> dict[str, str]:
         if not equals:
             raise BadOption(f"--data: unknown entry {entry!r}; {advice}")
         if key in texts:
-            raise BadOption(f"--data: {key} is given twice; give it once")
+            raise BadOption(f"--data: {key} is set twice; set it once")
         texts[key] = text
     return texts
 

@@ -460,7 +460,7 @@ def _together(arrays: Sequence[Array]) -> Array:
 def _values(array: Array, source: str, wanted: SampleFormat) -> Array:
     """Return samples in the task's shape and type; [N,H,W] gets a channel, [N,H,W,C] and flat rows are rearranged."""
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{source}: contains values of {array.dtype}; give numbers")
+        raise DataError(f"{source}: contains values of {array.dtype}; provide numbers")
     shape = wanted.shape
     size = int(np.prod(shape))
     if array.shape[1:] == (*shape[1:], shape[0]) and len(shape) == 3:

@@ -343,7 +343,7 @@ class _Loader:
         if wider is None:
             return array
         if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
-            raise self.wrong(f"the {part} have the value {int(array.max())}; give values below 2**63", where)
+            raise self.wrong(f"the {part} have the value {int(array.max())}; use values below 2**63", where)
         return array.astype(wider)
 
     def _plain_array(self, value: Any, part: str, where: str) -> Array:
@@ -388,7 +388,9 @@ class _Loader:
             )
         if not targets.ndim or len(inputs) != len(targets):
             many = len(targets) if targets.ndim else 1
-            raise self.wrong(f"{len(inputs)} inputs have {many} targets; give as many of both, batch first", where)
+            raise self.wrong(
+                f"{len(inputs)} inputs have {many} targets; provide one target per input, batch first", where
+            )
         if shape == self._shape or not len(inputs):
             return inputs, targets
         if long_axes(shape) == long_axes(self._shape):
@@ -417,7 +419,7 @@ class _Loader:
             labels = labels.reshape(-1)
         if labels.ndim != 1:
             rows = labels.ndim == 2 and labels.shape[1] == classes
-            advice = "one-hot? give targets.argmax(1)" if rows else "give one label a sample"
+            advice = "one-hot? give targets.argmax(1)" if rows else "provide one label per sample"
             raise self.wrong(
                 f"the targets are {_form(targets)}, a classification takes labels [batch] from 0 to {classes - 1}: "
                 f"{advice}, or set Task(..., classification=False)",
@@ -524,7 +526,7 @@ class _Suit:
             broken = float(array[array != np.floor(array)][0])
             raise BadArgument(
                 f"the task's {self._name} data{where}: a value of the {part} is {broken:g}, the federation's model "
-                f"takes integers; give indices"
+                f"takes integers; provide indices"
             )
         return array.astype(dtype)
 

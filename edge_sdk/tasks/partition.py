@@ -76,7 +76,7 @@ def grouped(
     """
     _check(labels, of, minimum)
     if not 1 <= groups <= of:
-        raise BadOption(f"groups is {groups} for {of} devices; give 1 to {of}")
+        raise BadOption(f"groups is {groups} for {of} devices; use 1 to {of}")
     largest = -(-of // groups)
     dealt: list[Index] = [np.empty(0, np.intp)] * of
     random = _random(seed, 1)

@@ -35,7 +35,7 @@ def windows(text: Array, start: Array, people: Array, place: Array | None, *, le
     Returns inputs [N, length], targets [N] of characters, the role [N], and the piece within the role [N].
     """
     if text.dtype != np.uint8 or text.ndim != 1:
-        raise DataError(f"text is {text.dtype} {text.shape}; give characters as uint8 [T]")
+        raise DataError(f"text is {text.dtype} {text.shape}; provide characters as uint8 [T]")
     count = len(people)
     if len(start) != count + 1 or (np.diff(start) < 0).any() or start[0] < 0 or start[-1] > len(text):
         raise DataError(f"start: give {count + 1} numbers for {count} speeches, rising from 0 to {len(text)}")
@@ -54,7 +54,7 @@ def windows(text: Array, start: Array, people: Array, place: Array | None, *, le
         whose = np.full(len(rows), role, people.dtype)
         found.append((rows[:, :-1], rows[:, -1], whose, np.repeat(np.arange(len(pieces)), len(first))))
     if not found:
-        raise DataError(f"text: none of {len(np.unique(people))} roles has {LEAST:,} characters; give longer texts")
+        raise DataError(f"text: none of {len(np.unique(people))} roles has {LEAST:,} characters; provide longer texts")
 
     inputs, targets, roles, runs = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     return inputs, targets, roles, runs

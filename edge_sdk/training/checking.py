@@ -167,7 +167,7 @@ class _Check:
         inputs, targets = map(as_tensor, batch)
         if not inputs.dim() or not targets.dim() or len(inputs) != len(targets) or not len(inputs):
             raise self._wrong(
-                f"a batch has inputs {_shape(inputs)} and targets {_shape(targets)}; give as many targets as inputs"
+                f"a batch has inputs {_shape(inputs)} and targets {_shape(targets)}; provide as many targets as inputs"
             )
         return inputs, targets
 

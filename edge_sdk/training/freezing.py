@@ -199,7 +199,7 @@ def _of_shape(name: str, parameter: nn.Parameter, flags: torch.Tensor | None) ->
     if flags.shape != parameter.shape or flags.dtype != torch.bool:
         raise ValueError(
             f"{name}: elements of type {flags.dtype} and shape {tuple(flags.shape)} for a parameter of shape "
-            f"{tuple(parameter.shape)}; give booleans of its shape"
+            f"{tuple(parameter.shape)}; pass booleans of its shape"
         )
     return None if bool(flags.all()) else flags.to(parameter.device)
 

@@ -101,7 +101,7 @@ def _condition(match: re.Match[str]) -> Condition:
         return Condition(match["key"], (match["value"],), match["sign"] == "!=")
     values = tuple(value.strip() for value in match["values"].split(","))
     if not all(values):
-        raise BadSelection(f"{match[0].strip()!r}: an empty value; give values such as (lab, field)")
+        raise BadSelection(f"{match[0].strip()!r}: an empty value; use values such as (lab, field)")
     return Condition(match["key"], values)
 
 

@@ -294,7 +294,9 @@ def _from_one_hot(called: str, rows: Array, declared: tuple[str, ...] | None) ->
             "models with several outputs from Python"
         )
     if declared and len(declared) != rows.shape[1]:
-        raise DataError(f"{called} has rows of {rows.shape[1]}, but classes names {len(declared)}; give as many")
+        raise DataError(
+            f"{called} has rows of {rows.shape[1]}, but classes lists {len(declared)}; provide one name per column"
+        )
     return np.asarray(rows.argmax(axis=1), np.int64)
 
 

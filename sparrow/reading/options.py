@@ -64,11 +64,11 @@ class ReadOptions:
         _choice("delimiter", self.delimiter, DELIMITERS.values())
         _choice("unreadable", self.unreadable, ("skip",))
         if self.rate is not None and not 0 < self.rate <= HIGHEST_RATE:
-            raise BadOption(f"--data: rate={self.rate:g}; give samples per second, above 0 and up to {HIGHEST_RATE:,}")
+            raise BadOption(f"--data: rate={self.rate:g}; use samples per second, above 0 and up to {HIGHEST_RATE:,}")
         for key, length in (("window", self.window), ("step", self.step)):
             if length is not None and not 0 < length <= (LONGEST if isinstance(length, float) else MOST_SAMPLES):
                 raise BadOption(
-                    f"--data: {key}={length}; give seconds above 0 and up to {LONGEST:,}, as in {key}=2.56s, or a "
+                    f"--data: {key}={length}; use seconds above 0 and up to {LONGEST:,}, as in {key}=2.56s, or a "
                     f"number of samples up to {MOST_SAMPLES:,}"
                 )
         if self.delimiter == self.decimal == ",":
@@ -144,7 +144,7 @@ def read_options(data: str) -> tuple[str, ReadOptions, str]:
             continue
         read, example = _READERS[key]
         if key in given:
-            raise BadOption(f"--data: {key} is given twice; give it once")
+            raise BadOption(f"--data: {key} is set twice; set it once")
         if not equals or not text:
             raise BadOption(f"--data: {key} has no value; write {key}={example}, or leave it out")
         given[key] = read(key, text)
@@ -171,7 +171,7 @@ def _count(key: str, text: str) -> int:
 
 def _rate(key: str, text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,9})?", text):
-        raise BadOption(f"--data: {key}={text}; give samples per second, as in {key}=16000")
+        raise BadOption(f"--data: {key}={text}; use samples per second, as in {key}=16000")
     return float(text)
 
 
@@ -179,7 +179,7 @@ def _length(key: str, text: str) -> float:
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|ms)|([0-9]{1,9})", text.lower())
     if found is None:
         raise BadOption(
-            f"--data: {key}={text}; give seconds, as in {key}=2.56s or {key}=2560ms, or a number of samples, as in "
+            f"--data: {key}={text}; use seconds, as in {key}=2.56s or {key}=2560ms, or a number of samples, as in "
             f"{key}=128"
         )
     if found[3]:

@@ -47,7 +47,7 @@ class Tls:
     def context(self) -> ssl.SSLContext:
         """Return the argument ``verify`` of a client. Raises BadCertificate."""
         if self.key is not None and self.certificate is None:
-            raise BadCertificate("--client-key needs --client-cert; give both")
+            raise BadCertificate("--client-key needs --client-cert; pass both")
         for option, path in (("--ca", self.ca), ("--client-cert", self.certificate), ("--client-key", self.key)):
             if path is not None and not path.is_file():
                 raise BadCertificate(f"{option}: there is no file {path}")

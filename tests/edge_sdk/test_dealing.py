@@ -58,7 +58,7 @@ def test_every_entry_is_read():
         ),
         ("partition=shards,shards=1.5", "shards must be an integer"),
         ("alpha=inf", "alpha must be a number"),
-        ("of=5,of=6", "of is given twice"),
+        ("of=5,of=6", "of is set twice"),
         ("of=0", "of=0; give at least 1 device"),
         ("part=test", "part=test; choose train or all"),
         ("shift=2", "shift=2; give a share from 0 to 1"),

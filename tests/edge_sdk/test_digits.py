@@ -52,7 +52,7 @@ def test_a_device_loads_the_same_part_again_and_the_same_initial_weights():
         ("index=5,of=5", "choose 0 to 4"),
         ("index=-1,of=5", "index=-1; parts are counted from 0"),
         ("of=0", "at least 1 device"),
-        ("of=5,of=6", "of is given twice"),
+        ("of=5,of=6", "of is set twice"),
         ("alpha=0", "alpha is 0"),
         ("alpha=nan", "alpha must be a number"),
         ("seed=-1", "seed is -1"),

@@ -166,7 +166,7 @@ function fromOneHot(called, { shape: [rows, width], type, data }, declared) {
     );
   }
   if (declared && declared.length !== width) {
-    throw new DataError(`${called} has rows of ${width}, but classes names ${declared.length}; give as many`);
+    throw new DataError(`${called} has rows of ${width}, but classes lists ${declared.length}; provide one name per column`);
   }
   return places;
 }

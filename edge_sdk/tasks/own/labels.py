@@ -73,7 +73,7 @@ def check_as_taken(raw: Raw, known: Known) -> None:
     if named is not None:
         raise DataError(
             f"{raw.source}: the column {named} holds names, and the federation has no preparation to turn them into "
-            "numbers; leave it out with drop=, or give numbers"
+            "numbers; leave it out with drop=, or provide numbers"
         )
     if raw.inputs.dtype == np.uint8 and raw.inputs.ndim > 2:
         raise DataError(

@@ -72,7 +72,7 @@ def test_counts_that_are_not_the_models_are_refused(small, counts, take_apart, s
     mask = first_neurons(small, 0.7)
     header, data = take_apart(encode(small, np.zeros(count_values(small, mask), np.float32), mask))
     header["__metadata__"]["mask"] = json.dumps({"form": "first", "counts": counts})
-    with pytest.raises(BundleError, match="first neurons"):
+    with pytest.raises(BundleError, match="needs one count per group"):
         decode(sign(header, data), small)
 
 
