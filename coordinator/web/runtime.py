@@ -117,7 +117,7 @@ def _read(archive: bytes) -> tuple[Package, dict[str, bytes]]:
         raise BadRuntime("the file is not an npm package; make one with npm pack") from None
     package = next((each for each in PACKAGES if each.name == name), None)
     if package is None:
-        raise BadRuntime(f"the package is {name}; provide {' and '.join(map(str, PACKAGES))}")
+        raise BadRuntime(f"the package is {name}; give {' and '.join(map(str, PACKAGES))}")
     found = {file: members.get(f"{package.inside}{file}", b"") for file in package.files}
     for file, digest in package.files.items():
         if hashlib.sha256(found[file]).hexdigest() != digest:
