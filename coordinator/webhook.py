@@ -52,7 +52,7 @@ LOW_DISK = 4
 
 @dataclass(frozen=True)
 class Wanted:
-    """Configuration of the webhook. kinds: of events; empty for all. secret: the key of signatures."""
+    """Configuration of the webhook. kinds: event kinds to send; empty for all. secret: the key of signatures."""
 
     destination: Destination
     secret: str = field(repr=False)

@@ -85,9 +85,9 @@ class Timing:
 class Predictor:
     """A loaded model.
 
-    input_shape, output_shape: of one sample; None for a free axis. dtype: of the input. properties: the file's
-    metadata, such as method, round and density; with ``preparation``, the model takes raw samples. class_names: of the
-    outputs, "" for a spare output; empty if unknown. target: column that a regression predicts, else None.
+    input_shape, output_shape: shapes for one sample; None for a free axis. dtype: type of the input. properties: the
+    file's metadata, such as method, round and density; with ``preparation``, the model takes raw samples. class_names:
+    names of the outputs, "" for a spare output; empty if unknown. target: column that a regression predicts, else None.
     """
 
     def __init__(

@@ -93,10 +93,10 @@ class PublishOptions:
     """How a model is published. Raises BadArgument for an invalid value.
 
     running_statistics: ``shared``: average those of batch norms over devices; ``personal``: keep them on the device.
-    frozen_precision: of parameters with ``requires_grad`` False; ``auto``: float16 if outputs on validation data change
-    by at most 1 %. blocks: parameter -> rows of each of its blocks, in order (attention heads, groups of filters), for
-    methods that use blocks; the method cuts other parameters. compiled: also publish the training step, without which
-    devices need PyTorch; this takes seconds.
+    frozen_precision: the number format of parameters with ``requires_grad`` False; ``auto``: float16 if outputs on
+    validation data change by at most 1 %. blocks: parameter -> rows of each of its blocks, in order (attention heads,
+    groups of filters), for methods that use blocks; the method cuts other parameters. compiled: also publish the
+    training step, without which devices need PyTorch; this takes seconds.
 
     allow: ranges of settings, such as ``cohort>=10``, signed with the model; devices refuse rounds outside them. A
     setting without a range keeps its value or becomes more private; two devices are enough for a cohort. publisher:
@@ -435,8 +435,8 @@ def load_to_publish(
 ) -> Task | str:
     """Return the argument of ``publish`` for a named task: the name if it is built in, else the loaded Task.
 
-    data: a sample of the devices' data. publishing: for a user's own files. Raises BadArgument for wrong settings,
-    UnknownTask, DataError.
+    data: a sample of the devices' data. publishing: options for a user's own files. Raises BadArgument for wrong
+    settings, UnknownTask, DataError.
     """
     if task in builtin_tasks():
         return task

@@ -193,7 +193,10 @@ def _copy(model: ModelProto, to: Building, prefix: str, renamed: Mapping[str, st
 
 
 def _choose(to: Building, scores: tuple[str, str], bases: list[float], similarity: str) -> None:
-    """Add the selection rule and the output. scores, bases: of the personal and of the global model."""
+    """Add the selection rule and the output.
+
+    scores, bases: values of the personal and of the global model, in this order.
+    """
     logs = [to.add("LogSoftmax", each, axis=1) for each in scores]
     powers = [to.add("Exp", each) for each in logs]
     entropies = [to.add("Neg", to.sum(to.add("Mul", *pair), 1)) for pair in zip(powers, logs, strict=True)]

@@ -46,9 +46,9 @@ ALONE = 7
 class Options:
     """Options of an export.
 
-    mode: None for the smallest file with the same predictions. budget: of a dynamic model. accuracy_limit: largest
-    accepted fall of accuracy of a rounded export. ort_format: also write an .ort file. measured: measure load time,
-    memory and latency. with_preparation: include the preparation, so that the file takes raw samples.
+    mode: None for the smallest file with the same predictions. budget: budget of a dynamic model. accuracy_limit:
+    largest accepted fall of accuracy of a rounded export. ort_format: also write an .ort file. measured: measure load
+    time, memory and latency. with_preparation: include the preparation, so that the file takes raw samples.
     """
 
     mode: Mode | None = None
@@ -82,8 +82,9 @@ def export_model(
     """Write the export of ``source`` to ``output`` if its predictions equal the reference's.
 
     plain: the ``dense`` model of ``source``. samples: for calibration and accuracy; raw if there is a preparation.
-    reference: by default the dense model, on samples and random inputs. doing: called with the name of each step. A
-    failed export leaves ``output`` unchanged. Raises ExportError; NotTheSame if predictions differ.
+    reference: model to compare with; by default the dense model, on samples and random inputs. doing: called with the
+    name of each step. A failed export leaves ``output`` unchanged. Raises ExportError; NotTheSame if predictions
+    differ.
     """
     front = _Front.of(source, options)
     if output.is_dir():

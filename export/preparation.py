@@ -247,7 +247,7 @@ def _rename_input(model: ModelProto, name: str, to: str) -> None:
 class Preparer:
     """A complete preparation, run in batches that fit memory: raw samples [N, *raw] -> inputs [N, *input_shape].
 
-    shape: of a raw sample, None for a free axis.
+    shape: shape of a raw sample, None for a free axis.
     """
 
     def __init__(self, graph: bytes, threads: int = 1) -> None:

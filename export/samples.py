@@ -73,8 +73,8 @@ def read_samples(path: Path, model: ModelProto) -> Samples:
 def read_raw_samples(data: str, manifest: Manifest, class_names: Sequence[str] = ()) -> Samples:
     """Read raw samples, and classes unless the task is a regression, from a table or npz file.
 
-    data: as for ``sparrow join --data``. class_names: of the device's outputs; by default the manifest's. The test part
-    of the file is used if it has one, and the training part for calibration. Raises DataError, ExportError.
+    data: text for ``sparrow join --data``. class_names: names of the device's outputs; by default the manifest's. The
+    test part of the file is used if it has one, and the training part for calibration. Raises DataError, ExportError.
     """
     path, options, rest = read_options(data)
     if rest:

@@ -27,8 +27,8 @@ class Source:
     """A personal model and its context.
 
     tensors: all tensors of ``manifest.whole``. own: the method's other arrays. membership: None for a checkpoint.
-    preparation: the complete graph from raw samples to inputs, if any. class_names: of all outputs on this device,
-    including spare outputs; empty if equal to the manifest's.
+    preparation: the complete graph from raw samples to inputs, if any. class_names: names of all outputs on this
+    device, including spare outputs; empty if equal to the manifest's.
     """
 
     manifest: Manifest
@@ -71,8 +71,8 @@ class Source:
 def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None = None) -> Source:
     """Read a state folder, or a safetensors file from a state folder or from ``GET .../model``.
 
-    manifest, skeleton: by default the files in the same folder; a built-in task's skeleton is found by its digest.
-    Raises ExportError.
+    manifest, skeleton: paths; by default the files in the same folder; a built-in task's skeleton is found by its
+    digest. Raises ExportError.
     """
     model = path
     # prefer the best personal model, if it was kept

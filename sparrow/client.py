@@ -135,7 +135,7 @@ class Client:
     def change(self, name: str, **fields: Any) -> FederationInfo:
         """Change a federation and return its state: ``rounds=80``, ``cohort=20``, ``action="pause"``.
 
-        fields: of ``ChangeFederation``. Raises WrongState if its status does not allow the change.
+        fields: fields of ``ChangeFederation``. Raises WrongState if its status does not allow the change.
         """
         change = _checked(ChangeFederation, fields)
         return self._about(name, lambda name: self._calls.change_federation(name, change))

@@ -97,7 +97,10 @@ def new_token(
     where: str = "",
     made_by: str | None = None,
 ) -> Token:
-    """Return a new token with this secret. seconds: its lifetime; None for ever. made_by: as in the table."""
+    """Return a new token with this secret.
+
+    seconds: its lifetime; None for ever. made_by: id of the admin token that made it.
+    """
     return Token(
         id=secrets.token_hex(8),
         kind=kind,

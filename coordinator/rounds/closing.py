@@ -99,7 +99,7 @@ class Closing:
     ) -> bool:
         """Compute the next model and close the round; return whether its sums can be dropped.
 
-        skipped: for a round without a new model, assignment id -> the reason.
+        skipped: assignment id -> the reason, for a round without a new model.
         """
         version = federation.model_version
         method = load_method(federation.method)

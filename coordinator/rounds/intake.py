@@ -207,7 +207,7 @@ class Update:
 class Intake:
     """Clip, check and fold the updates of one round, in the cohort's order.
 
-    sent: the values that devices received. usual_length: of earlier rounds, if any (``lengths``).
+    sent: the values that devices received. usual_length: norm of updates of earlier rounds, if any (``lengths``).
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Intake:
         self._left_out: dict[str, str] = {}
 
     def take(self, assignment_id: str, key: str, update: Update) -> None:
-        """Measure or fold the next update; key: of the stored update."""
+        """Measure or fold the next update. key: the key of the stored update."""
         if self._waits:
             norm = norm_of(self._manifest, self._sent, update.values, update.mask)
             self._measured.append((assignment_id, key, norm, norm / math.sqrt(max(1, len(update.values)))))

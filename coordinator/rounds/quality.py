@@ -38,8 +38,8 @@ def known_quality(db: Session, federation: Federation, models: Collection[Model]
 def quality_of(db: Session, federation: Federation, models: Collection[Model]) -> dict[int, Quality]:
     """Return the quality of these models by version, without models that no device has evaluated.
 
-    A device's validation data count if it reports them, otherwise held-out data: of the global model, or else of its
-    personal one.
+    A device's validation data count if it reports them, otherwise held-out data: results of the global model, or else
+    of its personal one.
     """
     if settings_of(federation).secure:
         return _under_masks(db, federation, {each.version for each in models})

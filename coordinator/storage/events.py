@@ -21,7 +21,7 @@ PRUNE_EVERY = 64
 def record(
     db: Session, federation_id: int, kind: EventKind, now: float, *, device: str | None = None, detail: str = ""
 ) -> None:
-    """Record an event. device: its name; None for the whole federation. detail: as in the records, in codes."""
+    """Record an event. device: its name; None for the whole federation. detail: text for the records, in codes."""
     federation = db.get_one(Federation, federation_id)
     event = Event(federation_id=federation_id, kind=kind.value, at=now, round=federation.round, device=device)
     event.detail = detail

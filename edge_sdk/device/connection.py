@@ -239,7 +239,10 @@ class Connection:
             yield part
 
     def download(self, path: str, size: int, into: BinaryIO, etag: str = "") -> None:
-        """Write ``size`` bytes to ``into``, resuming after bytes that it already holds. etag: of those bytes."""
+        """Write ``size`` bytes to ``into``, resuming after bytes that it already holds.
+
+        etag: the ETag of the file to which those bytes belong.
+        """
 
         def attempt() -> httpx.Response:
             nonlocal etag

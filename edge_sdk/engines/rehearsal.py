@@ -151,7 +151,7 @@ Rehearse = Callable[..., Rehearsal]
 
 
 class OnnxRehearsal(Rehearsal):
-    """Training on ONNX Runtime. sessions: of the task's graphs, by number of threads."""
+    """Training on ONNX Runtime. sessions: number of threads -> sessions of the task's graphs."""
 
     def __init__(
         self,

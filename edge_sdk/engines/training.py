@@ -38,7 +38,7 @@ VALUES = Failure("training-diverged/values")
 class TrainingDiverged(SdkError):
     """A loss or a weight is not finite; the round has failed.
 
-    met: the value and the step. advice: by default the usual causes.
+    met: the value and the step. advice: what to do; the default lists the usual causes.
     """
 
     failure = Failure("training-diverged")

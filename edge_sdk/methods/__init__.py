@@ -124,7 +124,7 @@ class Job:
 class Update:
     """The update that a round sends: values float32 [count_values(manifest, mask)], and the mask's seed form, if any.
 
-    parts: by name, float32 [n], or signs, int8 [n] in -1..1. base: the round's starting model, if the payload was
+    parts: name -> float32 [n], or signs, int8 [n] in -1..1. base: the round's starting model, if the payload was
     another part of it. extras: words after masked values (``secure.fine``).
     """
 
@@ -140,9 +140,9 @@ class Update:
 class Trained:
     """Outcome of local training.
 
-    update: None for ``personalise``. flops: as in ``protocol.flops``. validation: of the trained model;
-    personal_validation: of the personal model that is kept. Both use validation data and are None if not measured.
-    stopped: early stopping ends this device's training. counts: for the round's record.
+    update: None for ``personalise``. flops: FLOPs of the training, as in ``protocol.flops``. validation,
+    personal_validation: results on validation data of the trained model and of the personal model that is kept; None if
+    not measured. stopped: early stopping ends this device's training. counts: counts for the round's record.
     """
 
     state: DeviceState
@@ -160,8 +160,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Outcome of an evaluation on held-out data. validation: of the personal model, or else the global one, on
-    validation data. others: other ways to predict, by name. flops: of training before the evaluation."""
+    """Outcome of an evaluation on held-out data.
+
+    validation: the result on validation data of the personal model, or else of the global one. others: name of another
+    way to predict -> its result. flops: FLOPs of training before the evaluation.
+    """
 
     personal: Evaluation | None
     global_model: Evaluation | None

@@ -25,7 +25,7 @@ Rule = Callable[[int, str, Flat, Flat, Flags], tuple[Pruned, Grown]]
 
 class Replacing:
     """An ``Adjustment`` that applies ``rule`` after ``steps`` in every layer that is not dense. mask: the current one.
-    counts: weights dropped, revived, guided, and new positions. flops: of whole gradients."""
+    counts: weights dropped, revived, guided, and new positions. flops: FLOPs of full gradients."""
 
     def __init__(
         self, engine: Engine, mask: ElementMask, *, steps: Collection[int], rule: Rule, batches: int = 1

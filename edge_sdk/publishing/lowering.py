@@ -60,7 +60,10 @@ def is_translated(operator: Any) -> bool:
 
 
 def to_onnx(recording: FreeRecording, read: Sequence[str], names: Sequence[str], name: str) -> onnx.ModelProto:
-    """Return the graph ``name``. read and names: of inputs and outputs, in order. Raises CannotCompile."""
+    """Return the graph ``name``.
+
+    read, names: names of the inputs and of the outputs, in order. Raises CannotCompile.
+    """
     import onnx_ir as ir
     from onnx_ir.passes import common
     from onnxscript.optimizer._constant_folding import FoldConstantsPass

@@ -217,7 +217,7 @@ def first_line(error: BaseException) -> str:
 class FreeRecording:
     """A recording whose numbers may be ``Sized``.
 
-    shapes and dtypes: of every value, by place. constants: place -> value.
+    shapes, dtypes: place -> shape, dtype of every value. constants: place -> value.
     """
 
     calls: tuple[Call, ...]

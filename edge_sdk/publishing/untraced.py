@@ -99,7 +99,10 @@ _LOOKS = {"__get__", "__len__", "size", "dim", "numel"}
 
 
 class _Watch(TorchFunctionMode):
-    """Mode that records the layers that run. names: of the model's tensors; samples: of the example."""
+    """Mode that records the layers that run.
+
+    names: id of a tensor -> its name. samples: number of samples in the example.
+    """
 
     def __init__(self, model: nn.Module, names: Mapping[int, str], samples: int) -> None:
         super().__init__()

@@ -107,7 +107,7 @@ class Task:
     same order, for methods that compare outputs on them. classification: targets are class indices and outputs scores
     [batch, classes]. metrics: further measures on held-out data, names of ``tasks.metrics`` or name -> function of all
     outputs and targets as arrays. preparation: a torch.nn.Module, or ``preparing.BuiltPreparation``, that makes the
-    model's inputs from batches of raw samples. class_names: of the outputs, in order; further outputs are spare.
+    model's inputs from batches of raw samples. class_names: names of the outputs, in order; further outputs are spare.
     targets: further facts about the targets. said: lines about the data for the device's user. prepared: set once the
     data are prepared. compute: accelerator and precision; ``on`` changes it.
     """

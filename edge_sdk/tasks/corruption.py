@@ -55,7 +55,7 @@ def corrupt(images: Images, name: str, severity: int, *, seed: int, device: int)
 
 
 def check_corruption(name: str, *, published: bool) -> None:
-    """Raise BadOption unless ``name`` is available; published: for the published test images."""
+    """Raise BadOption unless ``name`` is available. published: whether the published test images are used."""
     if name in PUBLISHED and not published:
         raise BadOption(
             f"--data: corruption={name} exists only for the published test images; add test=published, or choose "

@@ -375,7 +375,7 @@ def _first(folder: Path, names: Iterable[str]) -> Path | None:
 def _join(parts: Sequence[_Part], wanted: SampleFormat, training: int = 1, inputs: Array | None = None) -> Dataset:
     """Concatenate parts; the first ``training`` samples, or the samples outside ``test``, are training data.
 
-    inputs: of all parts, if already one array.
+    inputs: the inputs of all parts, if they are already one array.
     """
     source = parts[0].source
     for part in parts:

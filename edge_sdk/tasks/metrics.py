@@ -19,7 +19,7 @@ Metric = Callable[[NDArray[Any], NDArray[Any]], float]
 
 
 def top1(outputs: NDArray[Any], targets: NDArray[Any], ignored: int | None = None) -> float:
-    """Return the share of targets whose class has the highest score: of samples, characters or pixels.
+    """Return the share of targets whose class has the highest score. Targets are samples, characters or pixels.
 
     outputs: [N, C] or [N, C, ...], targets [N] or [N, ...]; for sequences, outputs [N, T, C] and targets [N, T].
     ignored: label of targets that do not count.

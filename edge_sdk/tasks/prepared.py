@@ -142,7 +142,7 @@ def load_preparer(manifest: Manifest, graph: bytes, own: Mapping[str, Array]) ->
         raise GraphError(f"the preparation's graph is refused: {error}") from None
 
 
-# Cached, because a process hosts many devices of one federation. text: of the manifest.
+# Cached, because a process hosts many devices of one federation. text: the manifest as JSON.
 @lru_cache(maxsize=4)
 def _hosted(text: str, graph: bytes) -> Preparer:
     return load_preparer(Manifest.model_validate_json(text), graph, {})

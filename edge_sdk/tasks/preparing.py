@@ -259,7 +259,7 @@ def prepare_sounds(
 def prepare_pictures(size: tuple[int, int], shape: tuple[int, ...], free: tuple[int, ...]) -> BuiltPreparation:
     """Return the preparation of pictures [N, H, W, 3] of bytes: resized to ``size``, channels first, in [0, 1].
 
-    shape, free: of the raw pictures, as in ``Preparation``.
+    shape, free: those of the raw pictures, as in ``Preparation``.
     """
     graph = _new_graph()
     value = "input"

@@ -18,7 +18,7 @@ from .freezing import Freezing
 class Optimisation:
     """Optimiser of the values that ``freezing`` trains; a context manager around training.
 
-    proximal_weight: μ >= 0. proximal_centre: by parameter name; by default the weights at the start.
+    proximal_weight: μ >= 0. proximal_centre: parameter name -> weights; by default the weights at the start.
     """
 
     def __init__(

@@ -51,8 +51,8 @@ def compared(
     """Return the experiment that compares ``methods`` on ``data``.
 
     methods: names separated by commas; the suffix ``+ft`` evaluates fine-tuned copies of the global model. partition:
-    name and options, such as ``dirichlet,alpha=0.3``. settings: of all methods. Raises WrongUsage, UnknownMethod,
-    DataError.
+    name and options, such as ``dirichlet,alpha=0.3``. settings: settings of all methods. Raises WrongUsage,
+    UnknownMethod, DataError.
     """
     if task == OWN and not data:
         raise WrongUsage("add --data, a table, an npz file or a folder; --task digits needs none")

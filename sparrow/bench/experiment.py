@@ -125,7 +125,7 @@ class MethodRun(_Part):
 
 
 class Tuning(_Part):
-    """Trials that choose settings: for each method, all combinations of ``grid`` and its own grid."""
+    """Trials that choose settings. Each method runs with all combinations of ``grid`` and its own grid."""
 
     grid: dict[str, tuple[Value, ...]] = Field(min_length=1)
     rounds: int | None = Field(default=None, ge=1, description="None: half of the method's run, which is the least")

@@ -115,7 +115,7 @@ class Shifted:
 def shifted(
     test_set: dict[str, bool | int | float | str], found: Sequence[Evaluated], judged_as: str | None = None
 ) -> Shifted:
-    """Return the results on a test set. judged_as: as in ``own``."""
+    """Return the results on a test set. judged_as: another way to predict, as for ``own``."""
     counting = [own(each, judged_as) for each in found]
     return Shifted(
         test_set=test_set,
@@ -146,7 +146,10 @@ def own(found: Receipt | Evaluated, judged_as: str | None = None) -> Evaluation 
 
 
 def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport], judged_as: str | None = None) -> Point:
-    """Return the point after the last of ``records``, whose evaluation is in ``reports``. judged_as: as in ``own``."""
+    """Return the point after the last of ``records``, whose evaluation is in ``reports``.
+
+    judged_as: another way to predict, as for ``own``.
+    """
     receipts = [receipt for _, receipt in judged(reports)]
     phases = [phase for record in records for phase in (record.download, record.train, record.upload)]
     accuracy, of_global, validation = _accuracies(receipts, judged_as)

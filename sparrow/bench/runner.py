@@ -351,7 +351,10 @@ def _data_text(where: Where, dealt: str) -> str:
 
 
 def collect(server: str, trial: Trial, wall_seconds: float, engine: EngineName, compute: Compute) -> Recorded:
-    """Return the rows of an ended trial from its coordinator's records. engine, compute: of the training."""
+    """Return the rows of an ended trial from its coordinator's records.
+
+    engine, compute: engine and precision of the training.
+    """
     with connect(server, timeout=60) as client:
 
         def get(path: str) -> Any:

@@ -26,7 +26,7 @@ def coordinator(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def started(folder: Path) -> Iterator[tuple[str, int]]:
-    """Context manager: as ``coordinator``, but yield its address and process id."""
+    """Like ``coordinator``, but yield its address and process id."""
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "coordinator.log").open("a") as log:

@@ -72,7 +72,7 @@ class Finished:
 
 
 def read_finished(server: str, federation: str, folder: Path, engine: EngineName) -> Finished:
-    """Read an ended federation from its coordinator and the trial's folder. engine: of the training."""
+    """Read an ended federation from its coordinator and the trial's folder. engine: the training engine."""
     root = folder / "devices"
     with connect(server, timeout=60) as client:
         transport = Transport(client)
@@ -92,7 +92,7 @@ def read_finished(server: str, federation: str, folder: Path, engine: EngineName
 def check_test_sets(plan: Plan, task: str, seed: int, texts: Sequence[str]) -> None:
     """Load the first device's task on each test set, to report errors before the training.
 
-    texts: of ``Plan.data``. Raises DataError.
+    texts: texts of ``Plan.data``. Raises DataError.
     """
     for text in texts:
         load_task(task, replace(plan, data=text).data_of(0), device=plan.name(0), seed=seed, batch_size=1)

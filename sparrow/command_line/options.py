@@ -86,7 +86,7 @@ def sure(options: argparse.Namespace, question: str, otherwise: str) -> None:
 def add_help_settings(parser: argparse._ActionsContainer, model: Any, what: str, prefix: str = "") -> None:
     """Add the option ``--help-settings``, which prints settings and exits.
 
-    model: a pydantic model. what: their name in the help text. prefix: of their names as environment variables.
+    model: a pydantic model. what: their name in the help text. prefix: prefix of their environment variables.
     """
 
     class Print(argparse.Action):

@@ -297,7 +297,7 @@ def _part(editor: Editor, value: str, index: str, count: int | None) -> str:
 def _parts_read(
     editor: Editor, node: onnx.NodeProto, shape: Sequence[int | None] | None, index: str, count: int | None
 ) -> list[str] | None:
-    """Return the inputs for a part of a node's value; None if it needs whole inputs. shape: of the value."""
+    """Return the inputs for a part of a node's value; None if it needs all of its inputs. shape: shape of the value."""
     if node.op_type in ELEMENTWISE and len(node.output) == 1:
         # A value that is broadcast over the channels has no part.
         if shape is None or any(editor.shape(each) not in (shape, ()) for each in node.input):

@@ -43,8 +43,8 @@ def names(text: str) -> frozenset[str]:
 class Values:
     """The values of a graph that runs on ``samples`` samples.
 
-    sizes: bytes. data: of small constants. pieces: types of the parts of a sequence. varies: values that depend on an
-    input.
+    sizes: name -> bytes. data: name -> array, for small constants. pieces: types of the parts of a sequence. varies:
+    values that depend on an input.
     """
 
     def __init__(self, samples: int, opset: int) -> None:

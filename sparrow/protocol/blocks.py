@@ -70,8 +70,8 @@ class BlockTable:
         align_rows: bool = False,
     ) -> BlockTable:
         """Return the table of tensors of ``shapes``: ``count`` blocks each (B of the paper), see ``split``.
-        smallest_share: by default 1 / ``count``. align_rows: blocks end with output rows, so that inactive ones need
-        not be computed. Raises ValueError."""
+        smallest_share: share of the first block, by default 1 / ``count``. align_rows: blocks end with output rows, so
+        that inactive ones need not be computed. Raises ValueError."""
         share = 1 / count if smallest_share is None and count > 0 else smallest_share
         if count < 1 or share is None or not 0 < share <= 1:
             raise ValueError(f"{count} blocks of which the first holds {share}: give at least 1, and a share in (0, 1]")
@@ -143,8 +143,9 @@ class BlockTable:
         groups: Groups | None = None,
     ) -> Selection:
         """Return the selected blocks, of the shape of ``importances`` G [..., L] in (0, 1): the forced ones and the
-        most important others within ``share``. costs: see ``capacity``. among: allowed blocks. rule: of ``knapsack``,
-        by default from RULES. groups: each has the budget ``share``. Raises ValueError if the budget is too small."""
+        most important others within ``share``. costs: cost of each block, as for ``capacity``. among: allowed blocks.
+        rule: rule of ``knapsack``, by default from RULES. groups: each has the budget ``share``. Raises ValueError if
+        the budget is too small."""
         costs = self.sizes if costs is None else costs
         chosen = np.broadcast_to(self.forced, importances.shape).copy()
         free = ~self.forced if among is None else ~self.forced & among

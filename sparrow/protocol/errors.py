@@ -9,8 +9,8 @@ from .failures import Failure
 
 
 class SdkError(Exception):
-    """Base class of all errors that a caller can handle. exit_code: of a command that ends with it. failure: what a
-    device reports to its coordinator instead of the text.
+    """Base class of all errors that a caller can handle. exit_code: exit code of a command that ends with it. failure:
+    what a device reports to its coordinator instead of the text.
     """
 
     exit_code: ClassVar[Exit] = Exit.FAILED

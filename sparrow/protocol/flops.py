@@ -29,7 +29,7 @@ def forward_flops(manifest: Manifest, mask: Mask | None = None) -> int:
 
 
 def nonzero_flops(manifest: Manifest, tensors: Tensors) -> int:
-    """Return the FLOPs of one sample's forward pass without zero weights. tensors: by name; missing ones count in
+    """Return the FLOPs of one sample's forward pass without zero weights. tensors: name -> array; missing ones count in
     full."""
     specs = {spec.name: spec for spec in manifest.tensors}
     return sum(

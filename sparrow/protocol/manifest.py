@@ -57,7 +57,7 @@ MOST_NODES = 10_000
 GraphName = Literal["skeleton", "step", "evaluation", "preparation"]
 
 Values = Literal["frozen", "first"]
-"""Files of values: of frozen tensors, and first values of tensors that stay on devices."""
+"""Files of values of frozen tensors, and of first values of tensors that stay on devices."""
 
 FileName = GraphName | Values
 """Files beside a manifest, which has their digests."""
@@ -391,7 +391,7 @@ class Manifest(Record):
         )
 
     def block_groups(self, per: BudgetPer) -> Groups:
-        """Return the blocks of each budget: of the model, of linear and other layers, or of each layer."""
+        """Return the blocks of each budget, one for the model, for linear and other layers, or for each layer."""
         table = self.block_table
         groups = dict[str, list[int]]()
         layers = {name: layer for layer in reversed(self.layers) for name in layer.tensors}

@@ -148,9 +148,9 @@ CHUNK_VALUES = 32 * 1024
 class Block:
     """The active values of one tensor. Tensors given to its methods must be C-contiguous.
 
-    view: the tensor's ``neuron_view``; rows and columns index its first two axes, None meaning all. shape: of the block
-    within that view. Values between the same two neurons are adjacent, a *run*. All methods move chunks of runs with
-    one flat index, which is several times faster than indexing rows and columns together.
+    view: the tensor's ``neuron_view``; rows and columns index its first two axes, None meaning all. shape: shape of the
+    block within that view. Values between the same two neurons are adjacent, a *run*. All methods move chunks of runs
+    with one flat index, which is several times faster than indexing rows and columns together.
     """
 
     view: tuple[int, ...]

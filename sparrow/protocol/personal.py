@@ -141,7 +141,7 @@ def read_progress(body: bytes, save: int) -> Mapping[str, Any] | None:
 
 
 def write_own(statistics: Mapping[str, Array], preparation: str | None, class_names: Sequence[str]) -> bytes:
-    """Return the bytes of ``own.json``. statistics: by initialiser, for the preparation with this SHA-256."""
+    """Return the bytes of ``own.json``. statistics: initialiser -> values, for the preparation with this SHA-256."""
     numbers = {name: array.reshape(-1).tolist() for name, array in statistics.items()}
     own = {"preparation": preparation, "statistics": numbers, "class_names": list(class_names)}
     return json.dumps(own).encode()

@@ -276,7 +276,7 @@ class Wire(Request):
     )
 
     def precision_of(self, direction: Literal["down", "up"], kind: str) -> Precision:
-        """Return the number format of a payload or an update. kind: of work, ``messages.Kind``."""
+        """Return the number format of a payload or an update. kind: the kind of work, a ``messages.Kind``."""
         # int8 is precise enough only for the differences of training.
         differences = direction == "up" and kind == "train"
         return "fp32" if self.precision == "int8" and not differences else self.precision

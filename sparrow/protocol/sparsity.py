@@ -194,7 +194,7 @@ def magnitude_mask(tensors: Tensors, manifest: Manifest, counts: Mapping[str, in
 
 def interval(given: int | Literal["auto"], usual: int, length: int, share: float = 1.0) -> int:
     """Return the rounds or epochs between replacements; 0: never. auto: ``usual``, but at most half of ``length``, the
-    whole run. share: of the run that ``given`` is meant for."""
+    whole run. share: share of the run to which ``given`` applies."""
     if given == "auto":
         return min(usual, max(1, length // 2))
     return given and max(1, round(given * share))
@@ -308,9 +308,10 @@ def grow(
 ) -> Grown:
     """Revive weights of one layer until ``count``, K_l, exist (FedSGC, Eq. 3-4; RigL). Arrays are flat [n].
 
-    gradient: of the whole layer, computed before pruning. A ``share``, lambda, of missing weights goes to those whose
-    descent agrees with their direction, largest gradients first; the rest to the largest gradients. candidates: allowed
-    positions, by default all; if too few are free, other free positions follow, then ``pruned.guided``.
+    gradient: gradient of all weights of the layer, computed before pruning. A ``share``, lambda, of missing weights
+    goes to those whose descent agrees with their direction, largest gradients first; the rest to the largest gradients.
+    candidates: allowed positions, by default all; if too few are free, other free positions follow, then
+    ``pruned.guided``.
     """
     sizes = _magnitudes(gradient)
     missing = max(0, count - int(np.count_nonzero(pruned.exists)))
@@ -340,7 +341,8 @@ def grow(
 
 def trim(values: Reals, weights: NDArray[np.float64], union: Flags, count: int) -> Flags:
     """Return flags of the ``count``, K_l, largest |values| among the positions in ``union``, or all of them if there
-    are fewer. weights: of each position's mean; ties take more weight, then the lower index (FedSGC, section 3.3)."""
+    are fewer. weights: weight of the mean at each position; ties go to the larger weight, then the lower index (FedSGC,
+    section 3.3)."""
     index = np.flatnonzero(union)
     if len(index) <= count:
         return union.copy()
@@ -369,8 +371,8 @@ class Election:
 def elections(
     manifest: Manifest, counts: Mapping[str, int], share: float, candidates_per_seat: float
 ) -> dict[str, Election]:
-    """Return the votes of a round by tensor, without empty ones. counts: K_l. share: of the weights to replace, limited
-    by the free positions, with ``candidates_per_seat`` each."""
+    """Return the votes of a round by tensor, without empty ones. counts: K_l by tensor. share: share of the weights to
+    replace, limited by the free positions, with ``candidates_per_seat`` each."""
     found = {}
     for spec in manifest.maskable:
         seats = _floor(share * counts[spec.name])

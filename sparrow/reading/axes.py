@@ -25,7 +25,8 @@ def axes_of(
 ) -> str:
     """Return the letters of one sample's axes; "" for rows, or if they need not be known.
 
-    given: the option ``axes``. shape: of the model's inputs, in a federation without a preparation. Raises DataError.
+    given: the option ``axes``. shape: shape of the model's inputs, in a federation without a preparation. Raises
+    DataError.
     """
     if given is not None and len(given) != array.ndim:
         raise DataError(f"{called} has shape {array.shape}, but axes={given} names {len(given)} axes; name each once")

@@ -52,7 +52,10 @@ class Names:
         return names
 
     def too_many(self, rows: int, *, asked: bool) -> str | None:
-        """Return the reason why these are not categories of a column of ``rows``, or None. asked: by an option."""
+        """Return the reason why these are not categories of a column of ``rows``, or None.
+
+        asked: whether an option requests categories.
+        """
         names = self.values()
         long = next((name for name in names if len(name) > 200 or "\0" in name), None)
         if long is not None:

@@ -36,7 +36,7 @@ def read_file(
 ) -> dict[str, Raw]:
     """Return the samples of a file or folder by use: all as ``""``, or train and optionally val, test and public.
 
-    preparation, targets: the federation's, by which columns and labels are matched. shape: of the model's inputs, in a
+    preparation, targets: the federation's; they match columns and labels. shape: shape of the model's inputs, in a
     federation without a preparation. labelled: whether labels are needed; otherwise they are left out, and a single
     picture or sound can be read. Raises DataError, and MissingPart if a package for the format is not installed.
     """

@@ -121,8 +121,8 @@ def read_sounds(
 ) -> Sounds:
     """Return the readable sounds, or their windows. Each file is decoded once.
 
-    spans: part of each file; None for whole files. labels: of each file, for remarks. Raises DataError; MissingPart
-    without soundfile or soxr.
+    spans: part of each file; None for whole files. labels: label of each file, for remarks. Raises DataError;
+    MissingPart without soundfile or soxr.
     """
     windowed = is_recordings(options, preparation)
     wanted = rate_of(source, options, preparation)

@@ -146,8 +146,8 @@ class Trainer(Protocol):
 class TorchTrainer:
     """Training with PyTorch.
 
-    first: any device's task, checked against the manifest. values: of frozen tensors, and initial ones of tensors that
-    stay on devices. Raises BadArgument, ManifestError.
+    first: any device's task, checked against the manifest. values: values of frozen tensors, and initial values of
+    tensors that stay on devices. Raises BadArgument, ManifestError.
     """
 
     def __init__(self, first: Task, known: Known, compute: Compute, values: Tensors) -> None:

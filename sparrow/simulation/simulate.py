@@ -48,10 +48,11 @@ class SimulationOptions:
     """Options of a simulation.
 
     new: number of additional devices that only adapt the finished model. boards: boards whose seconds and joules the
-    devices report (``load_boards``), assigned in equal parts, in order. engine: see ``fleet.run_fleet``. accelerator,
-    bfloat16, local_noise, local_clip, patience_seconds, trust: as in ``JoinOptions``. processes: number of devices that
-    work at once, by default one per core. ray, workers: address of a Ray cluster, and its number of workers. in_memory:
-    keep state in memory and discard it at the end. adapt: let devices without a personal model fetch the finished one.
+    devices report (``load_boards``), assigned in equal parts, in order. engine: auto, torch or onnx, as for
+    ``fleet.run_fleet``. accelerator, bfloat16, local_noise, local_clip, patience_seconds, trust: as in ``JoinOptions``.
+    processes: number of devices that work at once, by default one per core. ray, workers: address of a Ray cluster, and
+    its number of workers. in_memory: keep state in memory and discard it at the end. adapt: let devices without a
+    personal model fetch the finished one.
     """
 
     new: int = 0
@@ -96,9 +97,9 @@ def simulate(
 
     task: name of an installed task, or a function from a device's number to its Task; creates the federation unless the
     same one exists. settings: fields of ``FederationSettings`` for it; ``min_devices`` is ``devices`` and ``draws``
-    "seed" by default. data: of a named task, as for ``sparrow fleet --data``. budgets: shares of a full training step,
-    assigned in equal parts, in order; empty for the largest that each device's board can afford. state_dir: folder of
-    the devices' state; a second call with it continues.
+    "seed" by default. data: data of a named task, as for ``sparrow fleet --data``. budgets: shares of a full training
+    step, assigned in equal parts, in order; empty for the largest that each device's board can afford. state_dir:
+    folder of the devices' state; a second call with it continues.
 
     Raises SdkError, and KeyboardInterrupt after every device has finished its step.
     """

@@ -97,7 +97,8 @@ class GatingLayer(nn.Module):
     """Scales and importances of ``length`` blocks, from inputs of ``shape`` without the batch axis.
 
     paths: 1 shares one vector, 2 has a layer for each. bias: initial logits of scales. pool: side of the averaged
-    squares or runs. sees: for ``device`` the caller sets ``mean`` [*shape]; ``settled`` [paths L] holds the logits.
+    squares or runs. sees: what the gate depends on; for ``device`` the caller sets ``mean`` [*shape]; ``settled``
+    [paths L] holds the logits.
     """
 
     mean: torch.Tensor

@@ -64,7 +64,10 @@ def differences(
 
 
 def paired(first: Sequence[Recorded], other: Sequence[Recorded], budget: float | None = None) -> Paired | None:
-    """Compare ``first`` with ``other``; None if they have no seed in common. budget: as in ``differences``."""
+    """Compare ``first`` with ``other``; None if they have no seed in common.
+
+    budget: the budget, as for ``differences``.
+    """
     by_seed = differences(first, other, budget)
     if not by_seed:
         return None

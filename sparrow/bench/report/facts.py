@@ -117,7 +117,7 @@ def _tuning(experiment: Experiment) -> str:
 
 
 def tuning_lines(experiment: Experiment, record: Mapping[str, Any]) -> list[str]:
-    """Return the table of chosen settings. record: as ``tune`` writes it; may be empty."""
+    """Return the table of chosen settings. record: record written by ``tune``; may be empty."""
     chosen = record.get("tuned", {})
     scores = record.get("validation_accuracy", {})
     rows = []

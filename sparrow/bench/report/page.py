@@ -229,7 +229,7 @@ def write_report(
 ) -> list[Path]:
     """Write the page and its pictures, named after the recorded experiment; return the files.
 
-    tuning, more: as in ``report_text``. Raises SystemExit if no trial is recorded.
+    tuning, more: texts, as for ``report_text``. Raises SystemExit if no trial is recorded.
     """
     # Raise before any file is written.
     report_text(experiment, recorded, command=command)

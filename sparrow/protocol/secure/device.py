@@ -147,7 +147,10 @@ def share(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[str, s
 
 
 def about_shares(writer: str, reader: str, cell: Sequence[str], whole: str) -> str:
-    """Return the associated data of sealed shares, on which writer and reader must agree. whole: of ``whole_of``."""
+    """Return the associated data of sealed shares, on which writer and reader must agree.
+
+    whole: the result of ``whole_of``.
+    """
     return json.dumps([writer, reader, sorted(cell), whole])
 
 

@@ -23,7 +23,10 @@ LARGEST_SEARCHED = 100
 
 @dataclass(frozen=True)
 class Sharing:
-    """Parameters of secret sharing. neighbours: of each device, k. threshold: shares that reveal a secret, t."""
+    """Parameters of secret sharing.
+
+    neighbours: number of each device's neighbours, k. threshold: number of shares that reveal a secret, t.
+    """
 
     neighbours: int
     threshold: int

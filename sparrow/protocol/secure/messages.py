@@ -71,7 +71,7 @@ class Agree(_Said):
 
 
 class Unmask(_Said):
-    """Shares that a device keeps, by name: of self-masks of remaining devices, and of pads of lost ones."""
+    """Shares that a device keeps: name -> shares of self-masks of remaining devices, and of pads of lost ones."""
 
     seeds: dict[Name, Share] = Field(default_factory=dict, max_length=MOST_PEERS)
     pads: dict[Name, Share] = Field(default_factory=dict, max_length=MOST_PEERS)

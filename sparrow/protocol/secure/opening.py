@@ -39,7 +39,7 @@ def open_sum(
 ) -> tuple[Words, dict[str, set[int]]]:
     """Return a cell's sum modulo 2^b over ``left``, and wrong shares: name -> points.
 
-    total: of their masked updates. gone: the cell's devices with shares but without update. seeds, pad_secrets: the
+    total: sum of their masked updates. gone: the cell's devices with shares but without update. seeds, pad_secrets: the
     received shares. Raises CannotOpen.
     """
     wrong = dict[str, set[int]]()

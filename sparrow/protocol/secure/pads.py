@@ -48,7 +48,7 @@ def new_secret() -> bytes:
 
 
 def derive(secret: bytes, context: str, *labels: str) -> bytes:
-    """Return a key of 32 bytes for one use. context: of the round; each secret belongs to one round."""
+    """Return a key of 32 bytes for one use. context: context of the round; each secret belongs to one round."""
     info = json.dumps([context, *labels]).encode()
     return HKDF(hashes.SHA256(), 32, salt=None, info=info).derive(secret)
 
