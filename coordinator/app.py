@@ -98,10 +98,8 @@ class Progress:
 class Coordinator:
     """One coordinator: its store, its domain objects, and the thread that advances rounds.
 
-    It needs no event loop to be built, and is passive until ``open``.
-
-    moved: sent to long polls when a round moved. changed: sent to live views when anything was recorded. open_calls:
-    calls in progress by device. stopping: set before the process stops.
+    Passive until ``open``. moved: sent to long polls when a round moved. changed: sent to live views when anything was
+    recorded.
     """
 
     def __init__(
@@ -249,10 +247,7 @@ class Coordinator:
             self.store.close()
 
     async def check_ready(self) -> None:
-        """Raise an error if rounds do not progress, the records cannot be read, or the data folder is nearly full.
-
-        Simultaneous callers share one check, in a separate thread, and wait up to ``READY_SECONDS``.
-        """
+        """Raise an error if rounds do not progress, the records cannot be read, or the data folder is nearly full."""
         self._check_progress()
         if self._checking is None or self._checking.done():
             look = to_thread.run_sync(self._check_storage, limiter=CapacityLimiter(1))
@@ -265,7 +260,6 @@ class Coordinator:
         self._checking.result()
 
     def _trouble(self) -> str | None:
-        """Return the reason why the process is not ready, or None."""
         try:
             self._check_progress()
             self._check_storage()
@@ -330,7 +324,6 @@ class Coordinator:
         return self._advance()
 
     def _advance(self) -> bool:
-        """Advance rounds if this process is in charge of them; return whether one moved."""
         moves, newly = self.store.moves()
         self.progress.note()
         if not moves:
@@ -349,7 +342,6 @@ class Coordinator:
         self.metrics.left_out.labels(federation).inc(left_out)
 
     def _move(self) -> None:
-        """Advance rounds after every recorded fact, and at every tick for their deadlines."""
         tick = self.settings.tick_seconds
         while not self._ended.is_set():
             self.progress.note()

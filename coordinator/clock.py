@@ -1,9 +1,8 @@
 """The coordinator's clock: seconds since the epoch, independent of changes of the machine's clock.
 
-The machine's clock is read once per boot. Its offset to the time since boot is kept in the data folder, and a restarted
-process uses it. After a reboot the machine's clock is read again, but the time is never before the last stored time,
-which is at most ``KEEP_SECONDS`` old. The file contains a digest, because one wrong digit could set the clock years
-ahead permanently.
+The machine's clock is read once per boot. Its offset to the time since boot is kept in the data folder. After a reboot
+the machine's clock is read again, but the time is never before the last stored time, which is at most ``KEEP_SECONDS``
+old. The file contains a digest, because one wrong digit could set the clock years ahead.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def boot_id() -> str:
 
 
 class SteadyClock:
-    """Callable clock with its anchor in ``folder``. now, passed and boot are injected by tests."""
+    """Callable clock with its anchor in ``folder``."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
 """Random draws of a federation: the cohort of a round, and the neurons that each device trains.
 
-Each draw is HMAC-SHA256 of purpose, round and name under the federation's secret, 32 random bytes in the records. Every
-process therefore repeats the same draws, in any order of enrolment, and no device can predict them. In simulations and
-tests the secret is derived from the federation's name and seed (setting ``draws``): the same seeds give the same model,
-but all devices can compute all draws.
+Each draw is HMAC-SHA256 of purpose, round and name under the federation's secret, 32 random bytes, so that no device
+can predict it. With ``draws=seed`` the secret is derived from the federation's name and seed, and all devices can
+compute all draws.
 
 Cohorts are drawn without replacement:
 
@@ -38,7 +37,7 @@ def new_secret(federation: str, settings: FederationSettings) -> bytes:
 
 
 def neurons_of(secret: bytes, assignment: Assignment, device: str) -> str:
-    """Return the neuron key of an assignment: its own, or that of its device in this round."""
+    """Return the neuron key of an assignment."""
     return assignment.draw_key or neuron_key(secret, assignment.round, device)
 
 
@@ -89,12 +88,12 @@ def choose_each(names: Iterable[str], chance: float, *, secret: bytes, round_num
 
 
 def uniform(secret: bytes, purpose: str, round_number: int, name: str) -> float:
-    """Return a number in (0, 1] for this purpose, round and name, independent of all others."""
+    """Return a number in (0, 1] for this purpose, round and name."""
     return _share(_chance(secret, purpose, round_number, name))
 
 
 def _chance(secret: bytes, purpose: str, round_number: int, name: str) -> bytes:
-    """Return 32 uniform bytes for this purpose, round and name, independent of all others."""
+    """Return 32 uniform bytes for this purpose, round and name."""
     return hmac.digest(secret, f"{purpose}|{round_number}|{name}".encode(), "sha256")
 
 

@@ -26,7 +26,7 @@ class CoordinatorError(Exception):
 
 
 class RequestError(CoordinatorError):
-    """Base of all unsuccessful answers to a request; its text is for the caller."""
+    """Base of all unsuccessful answers to a request."""
 
 
 class NotAuthenticated(RequestError):
@@ -70,7 +70,7 @@ class NotFound(RequestError):
 
 
 class NoGlobalModel(NotFound):
-    """The method has no global model that is usable without a device's own part."""
+    """The global model is not usable without a device's own part."""
 
 
 class NameTaken(RequestError):
@@ -134,7 +134,7 @@ class NoSuchTask(BadContent):
 
 
 class UnknownMethod(CoordinatorError):
-    """A method is no longer installed here; not an error of the federation's devices."""
+    """A method is no longer installed here."""
 
 
 class Unavailable(RequestError):
@@ -158,7 +158,7 @@ class DiskFull(Unavailable):
 
 
 class Unreadable(RequestError):
-    """A required record is damaged, or was written by a version that permits other values."""
+    """A required record is damaged, or of an incompatible version."""
 
 
 class WrongRange(RequestError):
@@ -166,7 +166,7 @@ class WrongRange(RequestError):
 
 
 class OperatorError(CoordinatorError):
-    """Base of all errors of commands and of the coordinator's start; its text is for the operator."""
+    """Base of all errors for the operator, of commands and at the start."""
 
 
 class BadStorage(OperatorError):
@@ -217,7 +217,7 @@ Message = TypeVar("Message", bound=BaseModel)
 
 
 def read_stored(kind: type[Message], value: object) -> Message | None:
-    """Return a stored message, or None if it is damaged or from a version that permits other values."""
+    """Return a stored message, or None if it is damaged or of an incompatible version."""
     try:
         return kind.model_validate(value)
     except ValidationError:

@@ -3,8 +3,8 @@
 ``about`` sets fields for every line logged within, in any module; a line's ``extra`` adds to them. In text they follow
 the message as key=value; in JSON each line is one object.
 
-Callers' text (reasons, names, boards) may be part of any line. So line breaks, terminal codes and marks that change the
-direction of text are escaped. A traceback keeps its line breaks, indented, so that it cannot imitate other lines.
+Callers' text may be part of any line, so line breaks, terminal codes and marks that change the direction of text are
+escaped. A traceback is indented, so that it cannot imitate other lines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def about(**fields: Any) -> Iterator[None]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Return a line's fields in the order of ``FIELDS``. Call it in the context that logs the line."""
+    """Return a line's fields, in the context that logs it."""
     known = {**_about.get(), **{key: getattr(record, key) for key in FIELDS if hasattr(record, key)}}
     return {key: known[key] for key in FIELDS if key in known}
 
@@ -90,10 +90,7 @@ class JsonFormatter(_Formatter):
 
 
 def install(level: str, format: Literal["text", "json"]) -> None:
-    """Log to stderr in this format, unless logging is already set up.
-
-    In JSON, the server's lines, including its access log, use the same format.
-    """
+    """Log to stderr in this format, unless logging is already set up."""
     root = logging.getLogger()
     if not root.handlers:
         handler = logging.StreamHandler()

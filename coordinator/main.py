@@ -63,7 +63,6 @@ class _Application(FastAPI):
         return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a call, or the application's start and stop."""
         if scope["type"] == "lifespan":
             connections.install(receive, self._settings)
         else:

@@ -274,6 +274,6 @@ def read_settings() -> Settings:
 
 
 def _describe(name: str, text: str) -> str:
-    """Return a setting's fault after the variable's name; a fault of several settings already names them."""
+    """Return a setting's fault after the variable's name."""
     variable, *within = name.split(".")
     return f"{'.'.join((PREFIX + variable.upper(), *within))}: {text}" if name else text

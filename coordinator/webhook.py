@@ -1,14 +1,10 @@
-"""The webhook: events and alerts of this coordinator, posted to an address that its settings name.
+"""The webhook: events and alerts, posted to an address.
 
-Events come from the records in their order; the last delivered one is in the records, too, so a restart repeats at most
-the deliveries in progress and loses none. Alerts report conditions that the process in charge of rounds checks: it is
-not ready, a federation has made no progress for two deadlines, or the disk is nearly full. The start and the end of
-each condition are posted.
+The last delivered event is in the records, so a restart repeats at most the deliveries in progress and loses none. The
+process in charge of rounds posts the start and the end of each alert.
 
 A body is JSON (``protocol.events.Notification``). ``Sparrow-Signature`` is ``v1=`` and the hexadecimal HMAC-SHA-256 of
-``Sparrow-Timestamp``, a dot and the body, with the secret of the settings as key. A failed delivery is repeated, at
-intervals that double up to ``LONGEST_PAUSE``. Meanwhile at most ``MOST_WAITING`` events wait; the oldest are dropped,
-and the next delivery says how many.
+``Sparrow-Timestamp``, a dot and the body, with the secret of the settings as key.
 """
 
 from __future__ import annotations
@@ -65,9 +61,7 @@ def signature(secret: str, timestamp: str, body: bytes) -> str:
 
 
 class Webhook:
-    """The thread that posts. trouble: returns why the process is not ready, or None. reserve: free bytes that the
-    coordinator needs.
-    """
+    """The thread that posts. trouble: returns why the process is not ready, or None."""
 
     def __init__(
         self,
@@ -139,7 +133,7 @@ class Webhook:
         self._holds = found
 
     def deliver(self) -> bool:
-        """Post one batch of alerts and events, if there are any; return whether more may wait.
+        """Post one batch of alerts and events; return whether more may wait.
 
         Raises NotDelivered; Unavailable if the records cannot be read and no alerts wait.
         """

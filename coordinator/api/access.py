@@ -30,7 +30,7 @@ def coordinator_of(request: Request) -> Coordinator:
 
 
 async def get_coordinator(request: Request) -> Coordinator:
-    """Return ``coordinator_of`` a call, as a dependency; a function that is not async would cost a thread."""
+    """Return ``coordinator_of`` a call, as a dependency; async, because a plain function costs a thread."""
     return coordinator_of(request)
 
 
@@ -102,7 +102,7 @@ def is_admin(identity: Identity) -> bool:
 
 
 def may_look(identity: Identity) -> bool:
-    """Return True if the caller is an observer of any federation, or an administrator. Raises WrongHost."""
+    """Return True if the caller is an observer or an administrator. Raises WrongHost."""
     try:
         check_observer(identity, own_federation(identity))
     except NotAuthenticated:
@@ -158,7 +158,7 @@ def _is_device_of(identity: Identity, request: Request) -> bool:
 
 
 def _need(identity: Identity, name: str | None, kind: Kind, *others: Kind) -> None:
-    """Raise NotAuthenticated if this kind is guarded and the caller has no token of these kinds for the federation."""
+    """Raise NotAuthenticated if this kind is guarded and the caller has no such token for the federation."""
     if kind not in identity.guarded:
         joins = "enrolment" in (kind, *others) and "enrolment" not in identity.guarded
         if not identity.own_host and not isinstance(identity.caller, Holder) and not joins:

@@ -1,13 +1,12 @@
-"""Limits of uvicorn's HTTP protocol, so that no caller can use unlimited memory or descriptors.
+"""Limits of memory and descriptors per caller, added to uvicorn's HTTP protocol.
 
     heads           size, number of headers, length of the URL (431), and the time until a head is complete; trailers
                     and chunk extensions count like headers
     connections     per address and in total; a connection on which a device has sent its token counts for the device
     answers         a caller that does not read its answer, or that sends too slowly after it, is disconnected
 
-The application installs them at its start (``install``), under ``sparrow serve`` and ``uvicorn coordinator.main:app``.
-uvicorn and asyncio have no settings for these limits, so this module hooks into their internals. A test of an attack
-needs each hook; docs/architecture.md, "Hooks into the server", has their costs.
+uvicorn and asyncio have no such settings, so this module hooks into their internals. Each hook has a test of an attack;
+docs/architecture.md, "Hooks into the server", has the costs.
 
     LifespanOn.config               replaced protocol, also under plain uvicorn: test_plain_uvicorn_has_the_limits
     loop.create_server              connections count before their TLS handshake:
@@ -100,8 +99,7 @@ HOW_TO_RUN = (
 class Limits:
     """Connections of one process, counted per caller.
 
-    proxies: uvicorn's ``forwarded_allow_ips``; connections of proxies carry other callers and have no limit per
-    address.
+    proxies: uvicorn's ``forwarded_allow_ips``; their connections have no limit per address.
     """
 
     def __init__(self, settings: Settings, proxies: str | Sequence[str] | None = None) -> None:
@@ -129,7 +127,7 @@ class Limits:
     def admit(self, peer: object) -> Place | None:
         """Return the place of a new connection, or None if it must be closed.
 
-        peer: the socket's peer name: (address, port, ...), or a string on a unix socket.
+        peer: (address, port, ...), or a string on a unix socket.
         """
         address = self.key(peer[0] if isinstance(peer, tuple) else None)
         full = self.open >= self.most
@@ -138,7 +136,7 @@ class Limits:
         return Place(self, address, _refusal(full)) if self._may_spare(address or "") else None
 
     def _has_enough(self, address: str | None) -> bool:
-        """Count one new connection; return whether the address has too many or makes them too often."""
+        """Count a new connection; return whether the address has too many or makes them too often."""
         if address is None:
             return False
         often = self._new is not None and self._new.take(address) > 0
@@ -153,8 +151,7 @@ class Limits:
 class Place:
     """The count of one connection, from accept to ``leave``.
 
-    address: None if it has no limit. refusal: the answer to all calls except ``/healthz``, if the connection is beyond
-    a limit.
+    address: None if it has no limit. refusal: the answer to all calls except ``/healthz``.
     """
 
     def __init__(self, limits: Limits, address: str | None, refusal: Response | None) -> None:
@@ -215,8 +212,8 @@ class _Networks:
 class Acceptor:
     """Accept up to ``ACCEPTED`` connections per turn of the event loop, and close those beyond a limit at once.
 
-    asyncio creates a task, a transport and a protocol for each connection before any limit applies (0.2 ms); closing it
-    here takes a tenth of that. asyncio also accepts all waiting connections in one turn.
+    asyncio accepts all waiting connections in one turn, and makes a task and a transport for each (0.2 ms); closing one
+    here takes a tenth.
     """
 
     def __init__(self, limits: Limits, make: Callable[[], asyncio.Protocol], **secured: Any) -> None:
@@ -227,7 +224,7 @@ class Acceptor:
         self._let_in = set[asyncio.Task[None]]()
 
     def start(self, server: asyncio.Server, backlog: int) -> None:
-        """Accept on the sockets of a server that was created with ``start_serving=False``, until it is closed."""
+        """Accept on a server's sockets until it is closed."""
         for each in server.sockets:
             with _borrowed(each) as listener:
                 listener.listen(backlog)
@@ -288,7 +285,7 @@ def _borrowed(bound: Any) -> Iterator[socket.socket]:
 class LimitedConnection(HttpToolsProtocol):
     """One connection within ``limits``, which ``install`` sets.
 
-    place: set by the ``Acceptor``; taken in ``connection_made`` on a unix socket, which has none.
+    place: set by the ``Acceptor``, or on a unix socket by ``connection_made``.
     """
 
     limits: ClassVar[Limits]
@@ -405,7 +402,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note the end of the request; if it was answered before, start the keep-alive timeout."""
+        """Note the end of the request; if it was answered, start the keep-alive timeout."""
         self._in_body = False
         self._unparsed = 0
         super().on_message_complete()
@@ -416,14 +413,14 @@ class LimitedConnection(HttpToolsProtocol):
             )
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection after the event loop has read what arrived on it."""
+        """Close an idle connection, unless data has arrived on it."""
         # After a pause of the process or the machine, an event loop looks at its timers before it reads. A request
         # that arrived meanwhile would be answered by a reset.
         close = super().timeout_keep_alive_handler
         self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_SECONDS, close)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Record the request that is being answered, because uvicorn's ``cycle`` is the latest request."""
+        """Record the answered request: uvicorn's ``cycle`` is the latest one."""
         self._answering = cycle
         super()._start_asgi_task(cycle, app)
 
@@ -447,7 +444,7 @@ class LimitedConnection(HttpToolsProtocol):
         raise TooLarge(TOO_LONG)
 
     def _refuse(self) -> None:
-        """Answer 431 and close; only close if an earlier request is being answered."""
+        """Answer 431, unless an earlier request is being answered, and close."""
         self._ended = True
         self._have_head()
         if self._stop_answer():
@@ -493,7 +490,7 @@ class LimitedConnection(HttpToolsProtocol):
 
 
 def _refusal(full: bool) -> Response:
-    """Return the answer on a connection beyond a limit. full: whether it is the limit of all connections."""
+    """Return the answer on a connection beyond a limit. full: the limit of all connections."""
     if full:
         refusal = problem(503, "Unavailable", "the coordinator has too many connections; try again later")
     else:
@@ -515,7 +512,7 @@ def _only_health(app: ASGIApp, refusal: Response) -> ASGIApp:
 def install(receive: Receive, settings: Settings) -> None:
     """Make uvicorn use these limits; log a warning on another server, protocol or event loop.
 
-    receive: the lifespan's ``receive``, a method of uvicorn's ``LifespanOn``.
+    receive: a method of uvicorn's ``LifespanOn``.
     """
     # uvicorn reads the configuration of ``LifespanOn`` again for each connection.
     config = getattr(getattr(receive, "__self__", None), "config", None)
@@ -529,7 +526,7 @@ def install(receive: Receive, settings: Settings) -> None:
 
 
 def _accept_within(limits: Limits) -> None:
-    """Make this loop's servers accept connections with an ``Acceptor``; log a warning on other loops."""
+    """Make this loop's servers use an ``Acceptor``; log a warning on other loops."""
     loop = asyncio.get_running_loop()
     if not isinstance(loop, asyncio.SelectorEventLoop):
         log.warning("%s", OTHER_LOOP)
@@ -555,7 +552,7 @@ def _less(counter: Counter[str], key: str) -> None:
 
 
 def _unacknowledged(transport: asyncio.Transport) -> int:
-    """Return the number of sent bytes in the kernel that the peer has not acknowledged yet."""
+    """Return the number of sent bytes that the peer has not acknowledged."""
     with suppress(OSError, AttributeError, TypeError):
         number = transport.get_extra_info("socket").fileno()
         found: int = struct.unpack("i", fcntl.ioctl(number, termios.TIOCOUTQ, b"\0" * 4))[0]

@@ -5,7 +5,7 @@
     PUT /v1/assignments/{id}/update            answered with the next work, if there is any
 
 A caller that accepts ``ASSIGNMENT_TYPE`` gets one line of JSON followed by the payload's bytes; any other gets JSON and
-requests the payload. Simultaneous calls are handled in batches (``threads.Batches``).
+requests the payload.
 """
 
 from __future__ import annotations
@@ -70,10 +70,7 @@ async def get_assignment(
     wait: Wait = 0.0,
     upload_cost: Cost = None,
 ) -> Response:
-    """Ask for work; wait up to ``wait`` seconds (long poll) or until this device asks again.
-
-    A caller that accepts it gets a small payload as well: one line of JSON, then the payload's bytes.
-    """
+    """Ask for work; wait up to ``wait`` seconds (long poll) or until this device asks again."""
     coordinator = coordinator_of(request)
     if name != device.federation:
         raise NotAllowed(f"this device is not enrolled in {name}; enrol it there first")
@@ -139,11 +136,7 @@ async def put_update(
     model: HeldModel = None,
     upload_cost: Cost = None,
 ) -> Response:
-    """Send an update: a bundle for ``train``, JSON for other kinds; with ``Content-Range``, a part of it, or the rest
-    of a broken upload.
-
-    A caller that accepts it receives its next work, if there is any, as from ``get_assignment``.
-    """
+    """Send an update: a bundle for ``train``, JSON for other kinds; with ``Content-Range``, a part of it."""
     coordinator = coordinator_of(request)
     _note_upload_cost(coordinator, device.device_id, upload_cost)
     media_type = request.headers.get("content-type", "").split(";")[0].strip()

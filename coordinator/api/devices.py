@@ -82,7 +82,7 @@ def device_states(
         int, Query(ge=1, le=100_000, description="Maximum number of devices, in natural order of their names")
     ] = 10_000,
 ) -> DeviceStates:
-    """Return the name and activity of each device, for a map of all devices."""
+    """Return the name and activity of each device."""
     return coordinator.device_lists.states(name, most)
 
 
@@ -119,7 +119,7 @@ async def change_device(
     identity: TheIdentity,
     itself: Annotated[bool, Depends(_itself)],
 ) -> None:
-    """Change a device. It may change its own budget and conditions; an admin may change or revoke any device."""
+    """Change a device: itself its budget and conditions; an admin may also revoke it."""
     if itself and (change.revoked or change.set_tags is not None):
         check_admin(identity)
     coordinator.found_nothing.forget(device_id)
@@ -142,7 +142,7 @@ async def remove_device(device_id: str, coordinator: TheCoordinator) -> None:
 async def rotate_token(
     device_id: str, device: KnownDevice, coordinator: TheCoordinator, request: RenewToken
 ) -> NewToken:
-    """Return a new token for the calling device. The old one stays valid until the new one is first used."""
+    """Return a new token; the old one stays valid until its first use."""
     if device_id != device.device_id:
         raise NotAllowed("a device may renew only its own token; check the device id")
     return await coordinator.writers.run(coordinator.devices.rotate, device_id, request.enrolment_key)

@@ -116,7 +116,7 @@ def get_choices() -> Choices:
 
 @settings_router.post("", dependencies=[AdminOnly])
 def complete_settings(settings: FederationSettings) -> FederationSettings:
-    """Return settings completed with the defaults of their method, as a new federation would have them."""
+    """Return settings completed with their method's defaults."""
     return completed(settings)
 
 
@@ -129,7 +129,7 @@ def complete_settings(settings: FederationSettings) -> FederationSettings:
     responses=A_PART,
 )
 async def publish_model(request: Request, coordinator: TheCoordinator) -> FederationInfo | Response:
-    """Create a federation of a custom model: a checkpoint with manifest and graphs; its note has name and settings."""
+    """Create a federation of a custom model: a checkpoint with manifest, graphs and settings."""
     most = coordinator.settings.max_model_bytes
     body = await _read_file(request, coordinator, "the model", most)
     if isinstance(body, Response):
@@ -175,13 +175,13 @@ async def change_federation(name: str, change: ChangeFederation, coordinator: Th
 
 @router.post("/{name}/comparison", dependencies=[ProspectiveMemberOnly])
 def compare_federation(name: str, wanted: CompareFederation, coordinator: TheCoordinator) -> FederationInfo:
-    """Return the federation if it is the one that the caller would publish; otherwise 409 with the differences."""
+    """Return the federation if the caller would publish the same; otherwise 409 with the differences."""
     return coordinator.publisher.compare(name, wanted)
 
 
 @router.delete("/{name}", status_code=204, dependencies=[AdminOnly])
 async def delete_federation(name: str, coordinator: TheCoordinator) -> None:
-    """Delete a waiting, finished or stopped federation with its records, devices and models."""
+    """Delete an inactive federation with its records, devices and models."""
     await coordinator.writers.run(coordinator.federations.delete, name)
     coordinator.devices.forget()
     coordinator.tokens.forget()
@@ -200,7 +200,7 @@ def get_rounds(
 
 @router.get("/{name}/rounds/{number}/reports", dependencies=[ObserverOnly])
 def get_reports(name: str, number: int, coordinator: TheCoordinator) -> list[DeviceReport]:
-    """Return the reports of a round's devices on training and on the following evaluation."""
+    """Return the reports of a round's devices."""
     return coordinator.records.reports(name, number)
 
 
@@ -234,7 +234,7 @@ async def get_open_work(
 
 @router.get("/{name}/overview", dependencies=[ObserverOnly])
 def get_overview(name: str, coordinator: TheCoordinator, identity: TheIdentity) -> Overview:
-    """Return an overview of bounded size: rounds merged into a few points, and counts of devices."""
+    """Return an overview of bounded size."""
     return seen_by(identity, coordinator.overviews.look(name))
 
 
@@ -282,7 +282,7 @@ def get_timeline(
 def make_join_link(
     name: str, wanted: MakeJoinLink, coordinator: TheCoordinator, request: Request, response: Response
 ) -> JoinLink:
-    """Return a link that turns a browser into a device of the federation, and its QR code."""
+    """Return a link that makes a browser a device, and its QR code."""
     response.headers["Cache-Control"] = "no-store"
     server = str(request.base_url) if wanted.server is None else wanted.server
     info = coordinator.federations.get(name)
@@ -335,13 +335,13 @@ async def replace_model(name: str, request: Request, coordinator: TheCoordinator
 
 @router.get("/{name}/models", dependencies=[ObserverOnly])
 def list_models(name: str, coordinator: TheCoordinator) -> list[ModelInfo]:
-    """Return the kept global models, oldest first, to which the federation can be rolled back."""
+    """Return the kept global models, oldest first."""
     return coordinator.served.models(name)
 
 
 @router.put("/{name}/models/{version}/pin", status_code=204, dependencies=[AdminOnly])
 async def pin_model(name: str, version: Annotated[int, Path(ge=0, lt=2**31)], coordinator: TheCoordinator) -> None:
-    """Keep a stored global model for two minutes, while an operator decides whether to go back to it."""
+    """Keep a global model for two minutes, while an operator decides about a rollback."""
     await coordinator.writers.run(coordinator.federations.pin_model, name, version)
 
 
@@ -396,8 +396,7 @@ async def get_fast_step(
 ) -> Response:
     """Return the training step for browsers: optimised, with errors of active neurons only.
 
-    The ``ETag`` is its SHA-256. The graph's int64 inputs ``rows:NAME`` and ``columns:NAME`` select the active neurons.
-    503 if too many other steps are being made.
+    The graph's int64 inputs ``rows:NAME`` and ``columns:NAME`` select the active neurons.
     """
     check_ratio(ratio)
     manifest = await run_in_threadpool(coordinator.served.manifest, name)
@@ -408,5 +407,5 @@ async def get_fast_step(
 
 @router.get("/{name}/{graph}.onnx", dependencies=[ProspectiveMemberOnly])
 def get_graph(name: str, graph: GraphName, coordinator: TheCoordinator, request: Request) -> Response:
-    """Return an ONNX graph of the federation's model without weights: forward pass, training step or evaluation."""
+    """Return an ONNX graph of the model without weights: forward pass, training step or evaluation."""
     return ranged(request, coordinator.served.graph(name, graph), "application/octet-stream")

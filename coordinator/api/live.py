@@ -19,11 +19,11 @@ STILL_HERE_SECONDS = 15.0
 async def follow(view: LiveView, admit: Callable[[], Awaitable[Identity]]) -> AsyncIterator[str]:
     """Yield events named ``overview`` until the process stops.
 
-    The first is complete; later ones have only new and changed points. Comments in between keep proxies from closing an
-    idle stream.
+    The first is complete; later ones have only new and changed points. Comments in between keep proxies from closing
+    an idle stream.
 
-    ``admit`` is called for each event. The stream ends if it raises NotAuthenticated (the token was revoked), if the
-    records cannot be read, or if the federation is deleted; the next call reports the reason.
+    admit: called for each event. The stream ends if it raises NotAuthenticated, if the records cannot be read, or if
+    the federation is deleted.
     """
     loop = asyncio.get_running_loop()
     had: Overview | None = None

@@ -1,6 +1,6 @@
 """Compressed answers (gzip) for the pages' calls, if the caller accepts them.
 
-Models and updates are not compressed: their values do not become smaller.
+Models and updates would not become smaller.
 """
 
 from __future__ import annotations

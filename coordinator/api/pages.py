@@ -21,7 +21,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/")
 def index(request: Request, coordinator: TheCoordinator, identity: TheIdentity) -> Response:
-    """Return the operator's page: of ``?federation=``, or of the only federation, otherwise the list of all."""
+    """Return the operator's page of a federation, or the list of all."""
     if not may_look(identity):
         return sign_in.form(request, again=identity.failure is not None)
     federation = own_federation(identity) or coordinator.summaries.only() or ""
@@ -36,7 +36,7 @@ def file(name: str, request: Request) -> Response:
 
 @router.get("/join/{name}")
 def join(name: FederationName, request: Request) -> Response:
-    """Return the device page of a federation, whether or not the federation exists."""
+    """Return the device page of a federation, existing or not."""
     return _for_browsers(request, web.load("join.html"), web.ASKED_EACH_TIME)
 
 
@@ -62,7 +62,7 @@ def device_file(name: str, request: Request) -> Response:
 
 @router.get("/web/runtime/{package}/{name}")
 def runtime_file(package: str, name: str, request: Request) -> Response:
-    """Return a file of a package that the device page needs; 503 until ``sparrow web`` has downloaded it."""
+    """Return a file of a package; 503 until ``sparrow web`` has downloaded it."""
     return _for_browsers(request, runtime.load(package, name), runtime.FOR_GOOD)
 
 

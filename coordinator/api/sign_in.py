@@ -47,7 +47,7 @@ def kept_session(scope: Scope) -> str | None:
 
 
 def form(request: Request, *, again: bool, page: str = "") -> Response:
-    """Redirect to the form, and from there to ``page``. again: whether the caller sent an invalid token."""
+    """Redirect to the form, and from there to ``page``. again: after an invalid token."""
     wanted = {"federation": request.query_params.get("federation", ""), "page": page, "note": "again" if again else ""}
     query = urlencode({key: value for key, value in wanted.items() if value})
     return RedirectResponse(f"sign-in?{query}" if query else "sign-in", 303)

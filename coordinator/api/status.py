@@ -31,7 +31,7 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz", response_model=dict[str, str])
 async def readyz(coordinator: TheCoordinator, identity: TheIdentity) -> dict[str, str] | JSONResponse:
-    """Report whether rounds progress, records can be read and the data folder written; known callers get the reason."""
+    """Report whether the coordinator is ready; known callers get the reason."""
     try:
         await coordinator.check_ready()
     except Exception as error:
@@ -57,7 +57,7 @@ async def metrics(coordinator: TheCoordinator) -> Response:
 
 @router.get("/docs", include_in_schema=False)
 def docs(request: Request, identity: TheIdentity) -> Response:
-    """Return a page of all calls and messages, the OpenAPI document without scripts."""
+    """Return a page of all calls and messages, without scripts."""
     if not may_look(identity):
         return sign_in.form(request, again=identity.failure is not None, page="docs")
     return HTMLResponse("\n".join(_lines(request.app.openapi())), headers=dashboard.HEADERS)

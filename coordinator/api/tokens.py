@@ -29,7 +29,7 @@ SECRET = {"Cache-Control": "no-store"}
 async def create_token(
     wanted: CreateToken, coordinator: TheCoordinator, maker: TokenMaker, response: Response
 ) -> MadeToken:
-    """Create a token; return it with its secret, which no later call returns."""
+    """Create a token; return it with its secret."""
     made = await coordinator.writers.run(coordinator.issuing.create, wanted, maker)
     coordinator.fact_recorded()
     response.headers.update(SECRET)
@@ -38,7 +38,7 @@ async def create_token(
 
 @router.get("/tokens")
 def list_tokens(coordinator: TheCoordinator, maker: TokenMaker) -> list[TokenInfo]:
-    """Return all tokens of the records, newest first, without secrets. Tokens of the settings are not listed."""
+    """Return all tokens of the records, newest first, without secrets."""
     return coordinator.issuing.list()
 
 

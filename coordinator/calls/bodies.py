@@ -72,16 +72,13 @@ class Downloads:
 
 
 def _identity(body: bytes | memoryview) -> tuple[int, int]:
-    """Return the id and size of the buffer that holds the body, which may be a slice of it."""
+    """Return the id and size of the buffer that holds the body."""
     whole = body.obj if isinstance(body, memoryview) else body
     return id(whole), memoryview(whole).nbytes
 
 
 class InParts(Response):
-    """Body that is sent in slices as fast as the caller reads; the server would copy all of it at once.
-
-    first: bytes sent before the body.
-    """
+    """Body that is sent in slices as fast as the caller reads; the server would copy all of it at once."""
 
     def __init__(self, body: bytes | memoryview, downloads: Downloads, *, first: bytes = b"", **named: Any) -> None:
         super().__init__(body, **named)

@@ -1,4 +1,4 @@
-"""Limits per caller: simultaneous calls, and calls per second with a bounded number of token buckets.
+"""Limits per caller: simultaneous calls, and calls per second (token buckets).
 
 The library ``limits`` has windows instead of buckets and keeps each caller until its window ends, so that a caller with
 many addresses could use unlimited memory.
@@ -19,7 +19,7 @@ BURST_SECONDS = 10.0
 class RateLimit:
     """Token buckets by key, each stored as the time when it will be full (generic cell rate algorithm, ITU-T I.371).
 
-    most: number of buckets; beyond it the least recently used one is dropped, which makes it full.
+    most: number of buckets; beyond it the least recently used one is dropped.
     """
 
     def __init__(self, per_second: float, clock: Callable[[], float], *, most: int = 100_000) -> None:
@@ -60,7 +60,7 @@ class RateLimit:
 
 
 class AtOnce:
-    """Limit of each caller's simultaneous calls, so that no caller occupies all threads.
+    """Limit of each caller's simultaneous calls.
 
     most: calls at a time. waiting: further calls that may wait.
     """
@@ -90,7 +90,7 @@ class AtOnce:
 class Turns:
     """Limit of the calls that each caller begins per turn of the event loop; others begin in later turns, in order.
 
-    All other work waits for a whole turn, so sixty cheap calls at once would delay it by 0.1 s. Not thread-safe.
+    All other work waits for a whole turn. Not thread-safe.
     """
 
     def __init__(self, most: int = 4) -> None:

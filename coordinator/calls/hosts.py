@@ -1,8 +1,7 @@
 """Host names of this coordinator, as protection against DNS rebinding.
 
-The domain of a malicious web page can resolve to this machine's address. The browser then treats the coordinator as the
-same site, so the page can make any call that needs no token and read the answer. Such calls have the page's domain as
-``Host``.
+The domain of a malicious web page can resolve to this machine's address. Its calls, which the browser then allows, have
+the page's domain as ``Host``.
 """
 
 from __future__ import annotations

@@ -110,5 +110,5 @@ class LiveViews:
         self._open: WeakValueDictionary[str, LiveView] = WeakValueDictionary()
 
     def of(self, name: str) -> LiveView:
-        """Return the view of a federation, shared by all callers that hold it."""
+        """Return a federation's view, shared by all callers."""
         return self._open.setdefault(name, LiveView(self, name))

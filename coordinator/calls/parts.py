@@ -2,9 +2,8 @@
 
     POST /v1/federations/from-model     Sparrow-Body-SHA256: D, Content-Range: bytes FIRST-LAST/TOTAL
 
-Each part except the last is answered with 202 and the number of bytes received; the last one is answered like the whole
-body. A part may be sent again. Parts are files named by digest in a folder that all processes of a machine share; they
-are removed an hour after their last byte.
+Each part except the last is answered with 202 and the number of bytes received. A part may be sent again. Parts are
+files named by digest in a folder that all processes of a machine share; they are removed an hour after their last byte.
 """
 
 from __future__ import annotations

@@ -19,10 +19,7 @@ class Signal:
     A waiter takes ``next()`` before it reads the records and then awaits this event, so that it misses no fact recorded
     in between.
 
-    ``send`` may be called from any thread and from a signal handler, ``next`` only in the event loop. A signal needs no
-    running loop before its first ``next``; until then ``send`` only counts.
-
-    count: the number of times it was sent.
+    ``send`` may be called from any thread and from a signal handler, ``next`` only in the event loop.
     """
 
     def __init__(self) -> None:
@@ -52,7 +49,7 @@ class Signal:
 
 
 class LongPoll:
-    """A waiting call; it ends when its caller disconnects or makes a newer call."""
+    """A waiting call."""
 
     def __init__(self, receive: Receive) -> None:
         self.over = False
@@ -86,7 +83,7 @@ class LongPoll:
 
 
 class LongPolls:
-    """Waiting calls, one per caller: a newer call ends the former one, whose connection may be broken."""
+    """Waiting calls: a caller's newer call ends the former one, whose connection may be broken."""
 
     def __init__(self) -> None:
         self._newest: dict[str, LongPoll] = {}
@@ -116,7 +113,7 @@ class FoundNothing:
         self._at: OrderedDict[str, tuple[int, Holds]] = OrderedDict()
 
     def note(self, device_id: str, moves: int, holding: Holds) -> None:
-        """Note that a device was answered without work. moves: the number of changes of rounds at that time."""
+        """Note that a device was answered without work. moves: the number of changes of rounds."""
         self._at[device_id] = (moves, holding)
         if len(self._at) > self.MOST:
             self._at.popitem(last=False)

@@ -1,8 +1,7 @@
 """Limited use of the server's threads, and batches of frequent calls in a separate thread.
 
-Handlers run in the server's 40 threads. If writes are slow, because another program has locked the records or a disk
-hangs, calls that write would soon occupy all of them, and reads would fail as well. Therefore only a few write at a
-time. The others wait without a thread while writes make progress, and get 503 otherwise.
+Handlers run in the server's 40 threads. If writes are slow, they would soon occupy all of them. Therefore only a few
+write at a time; others wait without a thread while writes make progress, and get 503 otherwise.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Threads:
     """Limited number of threads for one kind of calls.
 
     patience: seconds without a finished call after which waiting calls give up. most_waiting: waiting calls; further
-    ones are refused. busy: message of a call that gives up.
+    ones are refused.
     """
 
     def __init__(

@@ -4,11 +4,10 @@
     GET /v1/assignments/{id}/update?sha256=D      {"received": N}: continue with bytes N-LAST/TOTAL, or, if N is
                                                   TOTAL, with an empty body and bytes */TOTAL
 
-An unbroken upload is one request, whose range ends at TOTAL - 1. An earlier end is answered with 202 and the number of
-bytes received, for proxies that limit the length of a body. A large update without a range cannot resume.
-Parts are files in a local folder; on the file system of the blobs a complete part becomes the update's blob without a
-copy. Parts need not outlive the process: they are removed at start, an hour after their last byte, and when their
-assignment is settled. In another process of the coordinator an upload restarts.
+A range that ends before TOTAL - 1 is answered with 202 and the number of bytes received, for proxies that limit the
+length of a body. A large update without a range cannot resume. Parts are files in a local folder; on the file system of
+the blobs a complete part becomes the update's blob without a copy. Parts are removed at start, an hour after their last
+byte, and when their assignment is settled. In another process of the coordinator an upload restarts.
 """
 
 from __future__ import annotations
@@ -58,8 +57,6 @@ WRITTEN_BYTES = 2 * 1024 * 1024
 
 @dataclass
 class _Part:
-    """The received part of an update of ``total`` bytes."""
-
     # The announced digest; empty without a range.
     digest: str
     total: int
@@ -82,7 +79,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class Taken:
-    """A received update: whether it is new, its size, and the device's next work, if it asked for it."""
+    """A received update."""
 
     new: bool
     size: int
@@ -128,7 +125,7 @@ class Uploads:
     async def receive(
         self, request: Request, assignment_id: str, device_id: str, media_type: str, ask: Ask | None = None
     ) -> Taken | int:
-        """Receive an update, check it and store it. ask: the device's request for its next work.
+        """Receive an update, check it and store it.
 
         Return the number of bytes received if more parts are to follow.
 
@@ -149,7 +146,7 @@ class Uploads:
             self._small -= size
 
     def _take_in(self, updates: Sequence[tuple[Sent, Ask | None]]) -> list[Taken | BaseException]:
-        """Accept small updates in one batch, and look for each device's next work."""
+        """Accept small updates in one batch, and find each device's next work."""
         outcomes = self._acceptance.accept_all([sent for sent, _ in updates])
         return [
             new if isinstance(new, BaseException) else Taken(new, len(sent.body), self._next(ask))
@@ -157,7 +154,7 @@ class Uploads:
         ]
 
     def _next(self, ask: Ask | None) -> Asked | None:
-        """Return the device's next work; None if it did not ask, or if that is unknown now."""
+        """Return the device's next work; None if unknown or not asked for."""
         if ask is None:
             return None
         (asked,) = self._answer_all([ask])
@@ -168,8 +165,7 @@ class Uploads:
     ) -> Taken | int:
         """Receive the missing bytes of a large update, accept the whole, and remove its part.
 
-        Only a few updates are in memory at a time, and one per device. Raises WrongRange if the range does not continue
-        the part.
+        Raises WrongRange if the range does not continue the part.
         """
         declared = request.headers.get("content-length", "")
         digest = request.headers.get(DIGEST_HEADER, "")
@@ -217,7 +213,6 @@ class Uploads:
     def _accept(
         self, part: _Part, turn: int, assignment_id: str, device_id: str, media_type: str, ask: Ask | None
     ) -> Taken:
-        """Accept a complete update, and remove its part."""
         body, found = self._read(part, turn)
         if part.digest and found != part.digest:
             self.forget(assignment_id)
@@ -230,7 +225,6 @@ class Uploads:
         return Taken(new, len(body), self._next(ask))
 
     async def _gather(self, request: Request, part: _Part, turn: int) -> None:
-        """Add the pieces of a call to its part."""
         unwritten = 0
         try:
             async for piece in request.stream():
@@ -249,7 +243,6 @@ class Uploads:
             raise
 
     def _begin(self, assignment_id: str, digest: str, first: int, total: int) -> tuple[_Part, int]:
-        """Return the part that a call continues, and the call's turn."""
         received = self.received(assignment_id, digest)
         part = self._parts.get(assignment_id)
         if first == 0 and (part is None or (part.digest, part.total) != (digest, total) or received):

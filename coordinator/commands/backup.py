@@ -2,13 +2,9 @@
 
 TARGET gets ``coordinator.sqlite3`` (for PostgreSQL ``records.dump``, by pg_dump), ``blobs/`` and finally
 ``backup.json``, without which the copy is incomplete. The coordinator is found by its settings (``COORDINATOR_*``).
-``sparrow restore`` restores a copy.
 
-Every file and its copy are checked against the digest; ``backup.json`` lists them all.
-
-The records are copied first, from one transaction, then the blobs that they name. A running coordinator deletes blobs
-that it no longer needs. If one of these is missing, the newer records and their blobs are copied. Blobs never change
-under their names, so each is copied once.
+The records are copied first, from one transaction, then the blobs that they name. If the coordinator has deleted one
+meanwhile, the newer records and their blobs are copied.
 """
 
 from __future__ import annotations
@@ -57,7 +53,7 @@ FORMAT = 2
 def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Copy the coordinator of these settings to the folder ``target``; return the content of ``backup.json``.
 
-    copied: called after each copy of the records. Raises BackupFailed, NoRecords.
+    Raises BackupFailed, NoRecords.
     """
     records = settings.data_dir / RECORDS_FILE
     if settings.database_url is None and not records.exists():
@@ -95,7 +91,7 @@ def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambd
 
 
 def check_copy(copy: Path, summary: dict[str, Any]) -> None:
-    """Raise BackupFailed, with the names, if a file of a backup is missing or does not match ``backup.json``."""
+    """Raise BackupFailed if a file of a backup is missing or does not match ``backup.json``."""
     blobs = FolderBlobs(copy / BLOBS_FOLDER)
     damaged = []
     records = copy / summary["records"]
@@ -134,8 +130,7 @@ def blobs_named(db: Session) -> set[str]:
 def _copy(source: Blobs, kept: Blobs, ids: Sequence[int], named: set[str], gone: set[str]) -> bool:
     """Copy the named blobs and all other models and masks; return False if a named one was deleted meanwhile.
 
-    gone: blobs missing in earlier tries; one that newer records still name is lost. Raises BackupFailed if any is lost
-    or damaged.
+    gone: blobs missing in earlier tries. Raises BackupFailed if one that newer records still name is lost or damaged.
     """
     wanted = sorted(named)
     for number in ids:
@@ -198,7 +193,7 @@ def _records_of(settings: Settings, target: Path) -> Iterator[Connection]:
 
 
 def run_postgresql(address: str, program: str, *arguments: str) -> None:
-    """Run one of PostgreSQL's programs on a database, without the password on its command line.
+    """Run a program of PostgreSQL, without the password on its command line.
 
     Raises BackupFailed, MissingProgram.
     """

@@ -1,12 +1,7 @@
 """``sparrow restore SOURCE``: restore a backup of ``sparrow backup`` into an empty folder or database.
 
-A backup of SQLite may be restored into PostgreSQL, to move a coordinator there.
-
 The coordinator's settings (``COORDINATOR_*``) name the target. Everything is checked first, and existing data is never
 changed. The records come last, so that an interrupted restore leaves no coordinator without its models.
-
-Devices that are ahead of the backup continue: updates of unknown assignments are dropped, and a device with an unknown
-model or mask gets the whole model. Devices that enrolled after the backup must enrol again.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ from .backup import (
 def bring_back(settings: Settings, source: Path) -> None:
     """Restore the backup in ``source`` to the storage of these settings.
 
-    Raises NoRecords if there is no backup, and BackupFailed.
+    Raises NoRecords, BackupFailed.
     """
     try:
         summary = json.loads((source / SUMMARY_FILE).read_text())
@@ -86,7 +81,6 @@ def bring_back(settings: Settings, source: Path) -> None:
 
 
 def _check_empty(settings: Settings) -> None:
-    """Raise BackupFailed if there are records or blobs already."""
     if settings.database_url is not None:
         engine = connect(settings.database_url.get_secret_value())
         try:

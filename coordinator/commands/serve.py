@@ -1,7 +1,7 @@
 """``sparrow serve``: run the coordinator, like ``uvicorn coordinator.main:app``, with one-line errors at the start.
 
 Its settings are the environment variables ``COORDINATOR_*`` (docs/settings.md). If other machines can reach it and no
-token is set, it makes one of each kind. For several processes and other options use uvicorn.
+token is set, it makes one of each kind.
 """
 
 from __future__ import annotations

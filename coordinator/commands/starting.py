@@ -31,7 +31,7 @@ class Listening:
 
     @property
     def url(self) -> str:
-        """Return the address for other machines; if it listens on all addresses, this machine's in its network."""
+        """Return the address for other machines."""
         return f"http{'s' if self.tls else ''}://{in_url(_in_network(self.host))}:{self.port}"
 
 
@@ -47,7 +47,7 @@ def keep_tokens(folder: Path, secrets: Mapping[Kind, str]) -> None:
 
 
 def first_join(settings: Settings, listening: Listening, secrets: Mapping[Kind, str]) -> Iterator[str]:
-    """Yield the lines about the tokens created at the first start on a network; they are shown only once."""
+    """Yield the lines about the tokens created at the first start on a network."""
     path = settings.data_dir / TOKENS_FILE
     server = f"--server {listening.url}"
     yield f"Other machines can reach this coordinator, so its calls need tokens, kept in {path} and shown only now:"
@@ -83,7 +83,6 @@ def _federation(settings: Settings) -> str:
 
 
 def _variable(kind: Kind) -> str:
-    """Return the environment variable from which commands read a token."""
     return f"SPARROW_{kind.upper()}_TOKEN"
 
 

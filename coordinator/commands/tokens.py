@@ -23,10 +23,7 @@ from ..storage.tables import Device
 
 
 class TokenRecords:
-    """Tokens in the records of this machine's coordinator. Each call is a transaction.
-
-    Raises NoRecords, BadStorage; WrongUsage for the settings.
-    """
+    """Tokens in this coordinator's records; each call is a transaction. Raises NoRecords, BadStorage, WrongUsage."""
 
     def __init__(self) -> None:
         self._settings = read_settings()

@@ -1,11 +1,7 @@
 """``sparrow web``: download the packages with which pages in browsers train, once per coordinator.
 
-    sparrow web
-    sparrow web --file onnxruntime-web-1.30.0.tgz noble-ed25519-3.2.0.tgz
-
 The packages come from the npm registry in NPM_CONFIG_REGISTRY, or the public one, or from files made with ``npm pack``.
-They are kept beside the installation (``coordinator/web/runtime.py``); a running coordinator finds them. Exit codes:
-docs/cli.md.
+They are kept beside the installation (``coordinator/web/runtime.py``).
 """
 
 from __future__ import annotations
@@ -51,7 +47,6 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _download(package: runtime.Package) -> bytes:
-    """Return a package from the registry. Raises OperatorError."""
     registry = os.environ.get("NPM_CONFIG_REGISTRY") or PUBLIC_REGISTRY
     url = f"{registry.rstrip('/')}/{package.path}"
     body = bytearray()

@@ -1,12 +1,9 @@
 """Tokens of operators, from the settings and from the records, kept as digests.
 
-Tokens are of three kinds: ``admin`` to create and change federations, ``observer`` to view, ``enrolment`` to enrol
-devices. They come from the settings (``COORDINATOR_ADMIN_TOKEN`` and so on) or from the records, which administrators'
-calls and ``sparrow token --records`` change (``fleet.issuing``). A look-up is cached for ``REMEMBER_SECONDS``, after
-which every process knows of a revocation.
+A look-up is cached for ``REMEMBER_SECONDS``, after which every process knows of a revocation.
 
 A secret is 256 random bits after a prefix with its kind, for scanners of leaked secrets. It is looked up by its
-SHA-256, so the timing of a look-up depends on a digest that a caller cannot choose.
+SHA-256, which a caller cannot choose, so the timing reveals nothing.
 """
 
 from __future__ import annotations
@@ -51,16 +48,13 @@ def new_secret(kind: str) -> str:
 
 
 def secret_after(kind: str, before: bytes, key: str) -> str:
-    """Return the secret that follows the one with digest ``before``, derived from the holder's secret ``key``.
-
-    Repeated calls return the same secret.
-    """
+    """Return the secret that follows the one with digest ``before``, derived from the holder's secret ``key``."""
     made = hmac.digest(key.encode(), kind.encode() + before, "sha256")
     return PREFIXES[kind] + base64.urlsafe_b64encode(made).rstrip(b"=").decode()
 
 
 def digest_of(secret: str) -> bytes:
-    """Return the digest of a secret. Secrets are long and random, so one hash suffices."""
+    """Return the digest of a secret, which is long and random, so one hash suffices."""
     return hashlib.sha256(secret.encode()).digest()
 
 
@@ -117,10 +111,7 @@ def new_token(
 
 
 class Remembered(Generic[Caller]):
-    """Cache of callers for ``REMEMBER_SECONDS``, by the digest of their secret.
-
-    is_over: whether a caller's secret has expired at a given time.
-    """
+    """Cache of callers for ``REMEMBER_SECONDS``, by the digest of their secret."""
 
     def __init__(self, clock: Callable[[], float], is_over: Callable[[Caller, float], bool]) -> None:
         self._clock = clock
@@ -134,7 +125,7 @@ class Remembered(Generic[Caller]):
         return digest in self._found
 
     def get(self, digest: bytes) -> Caller | None:
-        """Return the caller, unless the look-up is too old or the secret has expired."""
+        """Return the caller, unless the look-up is too old."""
         now = self._clock()
         caller, looked_at = self._found.get(digest, (None, 0.0))
         if caller is None or abs(now - looked_at) >= REMEMBER_SECONDS or self._is_over(caller, now):
@@ -168,7 +159,7 @@ class Tokens:
         self._looked_at = -REMEMBER_SECONDS
 
     def guarded(self) -> frozenset[Kind]:
-        """Return the kinds of which a token exists or ever existed; their calls need one."""
+        """Return the kinds of which a token ever existed; their calls need one."""
         # Revoked and expired tokens count: otherwise revoking the last one would open the calls to everybody.
         if len(self._kinds) < len(KINDS) and not self.guarded_known():
             with self._store.reading() as db:
@@ -179,7 +170,7 @@ class Tokens:
     def make_first(self, keep: Callable[[Mapping[Kind, str]], None]) -> dict[Kind, str]:
         """Make a token of each kind and return the secrets; nothing if a token exists or ever existed.
 
-        keep: called with the secrets before the tokens become valid, so that no secret is lost.
+        keep: called with the secrets before they become valid.
         """
         if self.guarded():
             return {}
@@ -202,7 +193,7 @@ class Tokens:
         return self._kinds
 
     def guarded_known(self) -> bool:
-        """Return True if the result of ``guarded`` is cached, so that it needs no query."""
+        """Return True if the result of ``guarded`` is cached."""
         return len(self._kinds) == len(KINDS) or abs(self._clock() - self._looked_at) < REMEMBER_SECONDS
 
     def known_holder(self, secret: str) -> Holder | None:
@@ -236,7 +227,7 @@ class Tokens:
 
 
 def valid_holder(db: Session, which: ColumnElement[bool]) -> Holder | None:
-    """Return the holder of a token in the records, or None if it is unknown or revoked. It may have expired."""
+    """Return a token's holder, or None if it is unknown or revoked. It may have expired."""
     row = db.execute(
         select(Token, Federation.name)
         .outerjoin(Federation, Federation.id == Token.federation_id)

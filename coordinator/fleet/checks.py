@@ -1,8 +1,4 @@
-"""Checks of a federation's settings in combination, with the method and with the model.
-
-``FederationSettings`` checks each setting by itself. These checks run when a federation is created and whenever its
-settings change.
-"""
+"""Checks of a federation's settings in combination, with the method and with the model."""
 
 from __future__ import annotations
 
@@ -26,8 +22,8 @@ from ..sums.robust import ACCIDENT, fewest
 
 
 def completed(settings: FederationSettings) -> FederationSettings:
-    """Return the settings completed with the method's defaults, which devices then need not know, and with the least
-    ``min_devices`` and ``cohort`` of a secure federation.
+    """Return the settings completed with the method's defaults, and with the least ``min_devices`` and ``cohort`` of a
+    secure federation.
 
     Raises BadContent for an unknown method and for invalid settings of the method.
     """
@@ -47,7 +43,7 @@ def completed(settings: FederationSettings) -> FederationSettings:
 
 
 def _least_for_sums(settings: FederationSettings) -> dict[str, int]:
-    """Return ``min_devices`` and ``cohort`` if they are not given and a secure sum needs more than their defaults."""
+    """Return ``min_devices`` and ``cohort`` if a secure sum needs more than their defaults."""
     if not settings.secure:
         return {}
     least = {

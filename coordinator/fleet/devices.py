@@ -69,8 +69,7 @@ class Caller:
 class Devices:
     """All enrolled devices. Tokens and enrolment keys are stored as hashes.
 
-    rotation_seconds: age at which a device renews its token; None for never. lifetime_seconds: age at which a token
-    expires; None for never. Holders of tokens are cached for ``REMEMBER_SECONDS``.
+    rotation_seconds, lifetime_seconds: ages at which a device renews its token and at which it expires; None for never.
     """
 
     def __init__(
@@ -93,9 +92,8 @@ class Devices:
     def enrol(self, federation_name: str, request: Enrol, token_id: str | None = None) -> Enrolled:
         """Enrol a device, or give an enrolled one a new token, after a lost answer or an expired token.
 
-        The old token stays valid until the new one is first used, and repeated calls return the same new token: a
-        duplicate or late call takes no token from a device. A device with a ``failure`` is only listed, until it
-        enrols without one; its name stays free.
+        The old token stays valid until the new one is first used, and repeated calls return the same new token, so that
+        a duplicate call does no harm. A device with a ``failure`` is only listed; its name stays free.
 
         token_id: the enrolment token whose use is counted in the same transaction. Raises NameTaken, NotFound,
         NotAuthenticated.
@@ -195,9 +193,8 @@ class Devices:
     def rotate(self, device_id: str, enrolment_key: str) -> NewToken:
         """Return a new token for the device that enrolled with this key.
 
-        The old token stays valid until the new one is first used, and repeated calls return the same one, so a lost
-        answer does no harm. A thief with the token but without the key loses access. Raises NotAuthenticated,
-        NotAllowed.
+        The old token stays valid until the new one is first used, and repeated calls return the same one. A thief
+        without the key loses access. Raises NotAuthenticated, NotAllowed.
         """
         with self._store.writing() as db:
             device = db.get(Device, device_id)
@@ -246,7 +243,7 @@ class Devices:
         return caller
 
     def _forget(self, digest: bytes | None) -> None:
-        """Drop a token from the cache after the commit that revoked it, and do not cache look-ups in progress."""
+        """Drop a revoked token from the cache, and do not cache look-ups in progress."""
         with self._remembering:
             self._changes += 1
             if digest is not None:
@@ -324,7 +321,7 @@ class Devices:
             revoke(db, device)
 
     def _retag(self, db: Session, device: Device, request: ChangeDevice, now: float) -> None:
-        """Change a device's tags, which an event records if an administrator does. Raises BadContent."""
+        """Change a device's tags. Raises BadContent."""
         federation = db.get_one(Federation, device.federation_id)
         changes = request.set_tags
         _check_tags(federation, request.tags or {})
@@ -336,7 +333,7 @@ class Devices:
     def remove(self, device_id: str) -> None:
         """Revoke a device, delete its profile and tokens, and remove it from lists and counts.
 
-        Records of rounds and events keep its name. Raises NotFound.
+        Raises NotFound.
         """
         with self._store.writing() as db:
             device = _existing(db, device_id)
@@ -372,7 +369,6 @@ UNKNOWN = (
 
 
 def _check_tags(federation: Federation, tags: Mapping[str, str]) -> None:
-    """Raise BadContent for tags that the federation does not list."""
     try:
         check_tags(tags, settings_of(federation).tags)
     except BadSelection as error:
@@ -404,9 +400,8 @@ def _existing(db: Session, device_id: str) -> Device:
 def _note_start(db: Session, device: Device, start: Start, now: float) -> RequestError | None:
     """Record the last start of a device's process.
 
-    Returns OtherStart if the coordinator knows a start that this one does not follow. If the process answers this by
-    registering again, another copy of its state folder has started: StateCopied, and no copy gets work until one takes
-    over.
+    Returns OtherStart for a start that does not follow the known one. If the process then registers again, its state
+    folder was copied: StateCopied, and no copy gets work until one takes over.
     """
     if device.start is None or device.start in (start.id, *start.after):
         device.start = start.id
@@ -464,7 +459,6 @@ def _holder(db: Session, digest: bytes) -> tuple[Device, Federation]:
 
 
 def _notice(federation: Federation, device: Device) -> str | None:
-    """Return a notice for the user of a newly enrolled device, or None."""
     smallest = smallest_budget(federation)
     if reaches(device.budget, smallest):
         return None
@@ -483,8 +477,7 @@ def _change_open(db: Session, device_id: str, **values: Any) -> None:
 def _take_back(db: Session, device_id: str, reason: str) -> Assignment | None:
     """Close the open assignments of a leaving device, so that no round waits for them; return one of them.
 
-    Work for every device is reassigned when it returns. Adapting the final model stays open, since no round waits for
-    it.
+    Adapting the final model stays open.
     """
     assignment = None
     left = select(Assignment).where(Assignment.device_id == device_id, Assignment.status == "open")

@@ -110,15 +110,15 @@ class Federations:
         return self.get(name)
 
     def pin_model(self, name: str, version: int) -> None:
-        """Keep a global model for ``PIN_SECONDS``, so that an operator can decide about it. Raises NotFound."""
+        """Keep a global model for ``PIN_SECONDS``. Raises NotFound."""
         with self._store.writing() as db:
             rollback.pin(db, find(db, name), self._models, version, self._clock() + PIN_SECONDS)
 
     def delete(self, name: str) -> None:
         """Delete an inactive federation with its records, devices and models. Raises NotFound, WrongState.
 
-        Later calls of its devices get 410. Tokens for this federation only are revoked but stay in the records, so that
-        their kind remains guarded.
+        Later calls of its devices get 410. Tokens for this federation only are revoked but stay recorded, so that their
+        kind remains guarded.
         """
         with self._store.writing() as db:
             federation = find(db, name)
@@ -207,7 +207,7 @@ class Federations:
         )
 
     def _check_whole(self, name: str, version: int) -> None:
-        """Raise Damaged now if a kept model is damaged, not only when the rollback happens."""
+        """Raise Damaged before the rollback if a kept model is damaged."""
         with self._store.reading() as db:
             federation = find(db, name)
             kept = self._models.kept(db, federation)
@@ -225,8 +225,6 @@ def find(db: Session, name: str) -> Federation:
 
 @dataclass(frozen=True)
 class _Action:
-    """An operator's action, and the event that it is."""
-
     # Statuses in which it is possible.
     allowed: frozenset[str]
     # Next status; None for active.

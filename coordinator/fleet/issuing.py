@@ -1,7 +1,7 @@
 """Creating, listing and revoking operators' tokens, by calls and by ``sparrow token --records``.
 
-The record of a token names the admin token that created it. If an admin token was stolen, an administrator can
-therefore revoke it together with all tokens created with it.
+The record of a token names the admin token that created it. A stolen one can therefore be revoked together with all
+tokens created with it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SETTINGS = "settings"
 
 
 class Issuing:
-    """Tokens as administrators' calls change them. A change takes effect in this process at once."""
+    """Tokens as administrators' calls change them."""
 
     def __init__(self, store: Store, clock: Callable[[], float], tokens: Tokens, sessions: Sessions) -> None:
         self._store = store
@@ -42,7 +42,7 @@ class Issuing:
         self._sessions = sessions
 
     def create(self, wanted: CreateToken, holder: Holder, secret: str | None = None) -> MadeToken:
-        """Create a token with this secret, or a new one. holder: the caller. Raises NotFound, NotAuthenticated."""
+        """Create a token. holder: the caller. Raises NotFound, NotAuthenticated."""
         now = self._clock()
         with self._store.writing() as db:
             _check_valid(db, holder, now)
@@ -115,7 +115,7 @@ def listed(db: Session, now: float) -> list[TokenInfo]:
 def revoke(db: Session, token_id: str, now: float, *, made: bool = False) -> tuple[str, ...]:
     """Revoke a token; with ``made`` also the tokens made with it, and those made with them. Raises NotFound.
 
-    Returns the ids of all of them, including those that were revoked before.
+    Returns the ids of all of them.
     """
     token = db.get(Token, token_id)
     if token is None:
@@ -156,7 +156,6 @@ def describe(token: Token, federation: str | None, now: float) -> TokenInfo:
 
 
 def _check_where(text: str, federation: Federation) -> None:
-    """Raise BadContent for tags that the federation does not list."""
     try:
         Selection.parse(text).check(settings_of(federation).tags)
     except BadSelection as error:
@@ -164,7 +163,6 @@ def _check_where(text: str, federation: Federation) -> None:
 
 
 def _named(db: Session, name: str) -> Federation:
-    """Return the federation of this name. Raises NotFound, listing the existing ones."""
     try:
         return find(db, name)
     except NotFound:

@@ -1,9 +1,8 @@
 """The polling schedule, which spreads the calls of devices without work evenly over time.
 
 A fleet of n devices that may make r calls per second needs a cycle of n / r seconds. In each cycle every device has one
-slot, derived from its id and the cycle's number. Slots are evenly spread, in a different order in each cycle, and the
-same for a repeated call. After an outage that synchronises the devices, calls are therefore spread again within one
-cycle. Small fleets get the usual pause.
+slot, derived from its id and the cycle's number. After an outage that synchronises the devices, calls are therefore
+spread again within one cycle. Small fleets get the usual pause.
 """
 
 from __future__ import annotations

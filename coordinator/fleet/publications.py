@@ -1,7 +1,4 @@
-"""Signed publications of models: checked on receipt, stored, and served unchanged.
-
-Devices check publications themselves. The coordinator's check only refuses invalid publications early.
-"""
+"""Signed publications of models. Devices check them; the coordinator's check only refuses invalid ones early."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def checked(
 ) -> Published:
     """Return a publication for devices. Raises BadContent if devices would refuse it.
 
-    original: the published manifest. manifest: the federation's, which the method may have changed.
+    manifest: the federation's, which the method may have changed.
     """
     try:
         terms = Terms.of(publication)

@@ -172,7 +172,7 @@ class Publisher:
         return self._federations.get(name)
 
     def ensure_default(self, task: str, settings: FederationSettings) -> None:
-        """Create the federation ``default`` at the first start, when no federation ever existed."""
+        """Create the federation ``default`` at the first start."""
         with self._store.reading() as db:
             deleted = select(DeletedFederation.id).where(DeletedFederation.deleted_at != NEVER)
             if db.scalar(select(Federation.id).limit(1)) or db.scalar(deleted.limit(1)):
@@ -183,7 +183,7 @@ class Publisher:
         """Return the federation of this name if ``wanted`` has the same method, model and settings as at its
         publication.
 
-        Later changes by an operator and initial weights do not count. Raises NotFound, DifferentFederation, BadContent.
+        Raises NotFound, DifferentFederation, BadContent.
         """
         with self._store.reading() as db:
             federation = find(db, name)
@@ -222,8 +222,7 @@ class Publisher:
     ) -> FederationInfo:
         """Check and store a federation.
 
-        published: the received tensors; None for a built-in task, which is trusted. published_bytes: size of the
-        publication.
+        published: the received tensors; None for a built-in task, which is trusted.
         """
         settings = completed(chosen(request.settings, manifest, classes=published is None))
         published_as = {"settings": settings.model_dump(mode="json"), "model_digest": manifest.model_digest}
@@ -300,7 +299,6 @@ class Publisher:
         return self._federations.get(request.name)
 
     def _reserve_id(self, name: str) -> int:
-        """Return the id of a new federation, under which its blobs may be written. Raises NameTaken."""
         # Until it is created, the records list it as deleted, so that a killed process leaves no blobs behind.
         with self._store.writing() as db:
             _check_free(db, name)
@@ -310,7 +308,6 @@ class Publisher:
 
 
 def _taken(tensors: Tensors, name: str) -> bytes:
-    """Pop the bytes of ``sparrow.NAME`` from a checkpoint. Raises BadContent if it has none."""
     try:
         return tensors.pop(f"sparrow.{name}").tobytes()
     except KeyError as missing:
@@ -325,7 +322,6 @@ def _take_publication(tensors: Tensors) -> Publication | None:
 
 
 def _take_manifest(tensors: Tensors) -> Manifest:
-    """Pop the manifest from a checkpoint. Raises BadContent, TooLarge."""
     text = _taken(tensors, "manifest")
     if len(text) > MAX_MANIFEST:
         raise TooLarge(f"the manifest has {len(text):,} bytes; it must have at most {MAX_MANIFEST:,}")
@@ -363,7 +359,7 @@ def _difference(has: Manifest, new: Manifest, *, masked: bool) -> str | None:
 
 
 def _check_frozen(file: bytes | None, manifest: Manifest) -> None:
-    """Raise BadContent unless this is the manifest's file of frozen values, all of them finite."""
+    """Raise BadContent unless these are the manifest's frozen values, and finite."""
     if not manifest.frozen:
         return
     if file is None:
@@ -378,9 +374,7 @@ def _check_frozen(file: bytes | None, manifest: Manifest) -> None:
 def _composed(
     method: CoordinatorMethod, published: PublishedModel, settings: FederationSettings, *, built_in: bool = False
 ) -> PublishedModel:
-    """Return the method's version of a published model. Raises BadContent, SkeletonError, GraphError for an invalid
-    one.
-    """
+    """Return the method's version of a published model. Raises BadContent, SkeletonError, GraphError."""
     if method.compose is None:
         return published
     _check_graphs(published.files, published.manifest, built_in=built_in)
@@ -390,8 +384,7 @@ def _composed(
 def _check_graphs(graphs: Mapping[FileName, bytes], manifest: Manifest, *, built_in: bool = False) -> None:
     """Raise BadContent or TooLarge unless these are the manifest's graphs, including the skeleton.
 
-    built_in: whether the graphs are trusted. Otherwise raises SkeletonError for a skeleton that does not match the
-    model, and GraphError for graphs that devices would refuse.
+    built_in: whether the graphs are trusted. Also raises SkeletonError and GraphError.
     """
     if manifest.skeleton_sha256 is None:
         raise BadContent("skeleton_sha256: the manifest names no skeleton; publish with sparrow publish")
@@ -417,7 +410,6 @@ def _check_graphs(graphs: Mapping[FileName, bytes], manifest: Manifest, *, built
 
 
 def _built_in(name: str | None) -> BuiltinTask:
-    """Return the built-in task of this name. Raises NoSuchTask."""
     if name not in builtin_tasks():
         raise NoSuchTask(
             f"task: {name!r} is not built in{nearest(str(name), builtin_tasks())}; choose one of "
@@ -456,7 +448,7 @@ def _check_free(db: Session, name: str) -> None:
 
 
 def _next_id(db: Session) -> int:
-    """Return the next federation id. Ids are never reused, since a deleted federation may have left blobs."""
+    """Return the next federation id."""
     return 1 + max(db.scalar(select(func.max(table.id))) or 0 for table in (Federation, DeletedFederation))
 
 

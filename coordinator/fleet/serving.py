@@ -61,7 +61,7 @@ class ServedModels:
             return self._models.graph(find(db, name), graph)
 
     def model(self, name: str, version: int | None = None) -> bytes:
-        """Return the newest or another kept global model as a checkpoint. Raises NoGlobalModel, NotFound."""
+        """Return a kept global model as a checkpoint, the newest by default. Raises NoGlobalModel, NotFound."""
         with self._store.reading() as db:
             federation = find(db, name)
             kept = self._models.kept(db, federation)
@@ -91,10 +91,7 @@ class ServedModels:
         return self._models.packed(federation, federation.model_version, "onnx", lambda: self._fill(federation))
 
     def evaluate(self, name: str, body: bytes, *, seconds: float, stop: threading.Event) -> Evaluation:
-        """Return the evaluation of the global model on test data, within ``seconds`` and until ``stop``.
-
-        Raises NoGlobalModel, BadContent, Unavailable.
-        """
+        """Return the evaluation of the global model on test data. Raises NoGlobalModel, BadContent, Unavailable."""
         manifest = self.manifest(name)
         skeleton = self.graph(name, "skeleton")
         return judging.evaluate(self.model_onnx(name), skeleton, manifest, body, seconds=seconds, stop=stop)

@@ -1,8 +1,7 @@
 """Sessions of users who sign in to the pages: the browser keeps a random id instead of the token.
 
 The records have the id's SHA-256 and its token, so every process on the database knows the session. It ends after
-``SESSION_SECONDS``, at sign-out, and when its token is revoked, expires or, in the settings, is changed. Look-ups are
-cached for ``REMEMBER_SECONDS``.
+``SESSION_SECONDS``, at sign-out, and when its token is revoked, expires or, in the settings, is changed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Sessions:
     def begin(self, token: str, former: str | None = None) -> str:
         """Return the id of a new session for this token. Raises NotAuthenticated.
 
-        former: id of the browser's previous session, which ends. Expired sessions of all tokens are deleted.
+        former: id of the browser's previous session, which ends.
         """
         holder = self._tokens.find(token)
         now = self._clock()
@@ -87,7 +86,7 @@ class Sessions:
         return self._remembered.get(digest_of(session_id))
 
     def find(self, session_id: str) -> Holder:
-        """Return the holder of a session's token, limited to the session's lifetime. Raises NotAuthenticated."""
+        """Return the holder of a session's token. Raises NotAuthenticated."""
         digest = digest_of(session_id)
         now = self._clock()
         with self._store.reading() as db:

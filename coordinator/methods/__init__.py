@@ -1,8 +1,7 @@
-"""The server half of each method, one file each, named like its device half in ``edge_sdk/methods``.
+"""The server half of each method, named like its device half in ``edge_sdk/methods``.
 
-A method is a record of functions, ``CoordinatorMethod``. It plans the devices' work and computes the next global model
-from a round's sums. It is stateless: the round engine stores its state. The engine only reads the record's fields.
-Other packages register a record under the entry point ``sparrow.coordinator_methods``.
+A method is a stateless record of functions, ``CoordinatorMethod``; the round engine stores its state. Other packages
+register a record under the entry point ``sparrow.coordinator_methods``.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class GlobalModel:
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A published model: manifest, files, and weights by name, except those drawn from recipes."""
+    """A published model; weights by name, except those drawn from recipes."""
 
     manifest: Manifest
     files: Mapping[FileName, bytes]
@@ -150,7 +149,7 @@ def fits_choice(mask: NeuronMask, ratio: float, situation: Situation) -> bool:
 
 
 def fault_of_choice(held: NeuronMask | None, mask: Mask | None, ratio: float, situation: Situation) -> str | None:
-    """Return the fault of a device's choice: a wrong number of neurons, or others than before. None if valid."""
+    """Return the fault of a device's choice, or None."""
     if held is not None:
         return None if same_mask(mask, held) else "it differs from the one that the device chose before"
     if fits_ratio(situation.manifest, mask, ratio):
@@ -163,7 +162,7 @@ def fault_of_choice(held: NeuronMask | None, mask: Mask | None, ratio: float, si
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceChoice:
-    """Each device chooses its own neurons, by default once; the coordinator stores its last update's mask."""
+    """Each device chooses its own neurons, by default once."""
 
     # Whether a device with this mask gets only its values, not the whole model.
     keeps: Callable[[NeuronMask, float, Situation], bool] = fits_choice
@@ -203,7 +202,7 @@ class ServerPruning:
 
 @dataclass(frozen=True, kw_only=True)
 class ActiveNeurons:
-    """Devices train some neurons of each layer, depending on their budgets; the device half declares the same."""
+    """Devices train some neurons of each layer, depending on their budgets."""
 
     # Devices do not need the rest of the network.
     narrow: bool = False
@@ -306,7 +305,7 @@ class CoordinatorMethod:
 
 
 def sends_values(method: CoordinatorMethod, kind: Kind, holds_model: bool) -> bool:
-    """Return True if work of this kind includes the global model. holds_model: the device has a personal model."""
+    """Return True if work of this kind includes the global model."""
     if method.always_sends_values:
         return True
     if kind is Kind.personalise:
@@ -330,7 +329,7 @@ def more_than_a_mean(method: CoordinatorMethod, settings: FederationSettings) ->
 
 
 def why_mean_only(method: CoordinatorMethod, settings: FederationSettings) -> str | None:
-    """Return the reason why a ``robust`` rule cannot replace the mean of a round's updates, or None."""
+    """Return the reason why a ``robust`` rule cannot replace the mean, or None."""
     reason = _reason(method.aggregation.why_mean_only, settings)
     if reason is None and method.parts and not method.only_means(settings):
         reason = "its updates bring more than values, and robust rules only handle values"
@@ -338,14 +337,14 @@ def why_mean_only(method: CoordinatorMethod, settings: FederationSettings) -> st
 
 
 def why_not_private(method: CoordinatorMethod, settings: FederationSettings) -> str | None:
-    """Return the reason why noise on the mean does not make the global model differentially private, or None."""
+    """Return the reason why noise on the mean gives no differential privacy, or None."""
     reason = why_mean_only(method, settings) or _reason(method.aggregation.why_not_private, settings)
     declared = more_than_a_mean(method, settings)
     return reason or (declared and f"{declared}, which may reveal more than the mean")
 
 
 def why_not_buffered(method: CoordinatorMethod, settings: FederationSettings) -> str | None:
-    """Return the reason why updates of older global models cannot count in a later round, or None."""
+    """Return the reason why rounds cannot be buffered, or None."""
     reason = why_mean_only(method, settings)
     if reason is None and method.prepares:
         reason = "one device prepares the model before the others"
@@ -370,5 +369,5 @@ METHODS = "sparrow.coordinator_methods"
 # Searching the installed packages takes milliseconds.
 @cache
 def load_method(name: str) -> CoordinatorMethod:
-    """Return the server half registered as ``name``. Raises UnknownMethod, which lists the installed methods."""
+    """Return the server half registered as ``name``. Raises UnknownMethod."""
     return load_method_record(METHODS, name, CoordinatorMethod, UnknownMethod, advice="; auto chooses one")

@@ -1,7 +1,7 @@
 """DM-PFL, server half: dual masks for shift-robust personalisation.
 
-Zhang et al., KDD 2023. The coordinator keeps dense global weights w_g and a mask m_g of at most K_l ones in each layer.
-Rounds pass through I iterations of
+Zhang et al., KDD 2023. With dense global weights w_g and a mask m_g of at most K_l ones in each layer, rounds pass
+through I iterations of
 
     masks      t_A rounds: devices train under their own masks m_c, and send both                          (Algorithm 1)
                w_g ← Σ n_c w_c m_c / Σ n_c m_c if any device has the weight                               (Eq. 5)
@@ -11,7 +11,7 @@ Rounds pass through I iterations of
 
 Choices beyond the paper: the T rounds are cut into I equal parts of half masks, a quarter global and a quarter
 personal, in which a device trains the epochs for which it would have been drawn. A position without an update keeps its
-value in w_g, but not its place in m_g. m_g may have fewer than K_l positions unless ``fill`` is set.
+value in w_g, but not its place in m_g.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def start(tensors: Tensors, situation: Situation) -> GlobalModel:
 
 
 def _check_replaces(situation: Situation) -> None:
-    """Raise BadContent if the interval excludes any replacement of weights, unless the settings ask for that."""
+    """Raise BadContent if the interval excludes replacements, unless the settings ask for that."""
     settings = situation.settings
     rules = situation.own(DMPFLSettings)
     if 0 in (rules.adjust_interval, rules.replaced) or rules.density == 1:
@@ -206,7 +206,7 @@ def last_for_everyone(situation: Situation) -> int | None:
 
 
 def check_rollback(number: int, situation: Situation) -> None:
-    """Raise WrongState for a model of another stage, since stages build on each other."""
+    """Raise WrongState for a model of another stage."""
     rules = situation.own(DMPFLSettings)
     rounds = situation.settings.rounds
     found = stages(rounds, rules.iterations)

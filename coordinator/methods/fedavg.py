@@ -1,8 +1,7 @@
 """FedAvg, server half: the mean of the devices' models, weighted by training samples.
 
 McMahan et al., AISTATS 2017, arXiv:1602.05629, Algorithm 1. A device whose budget is too small for the whole model is
-not drawn. There is no personal model: after the last round every device gets the global model, which it may fine-tune
-(``finetune_epochs``).
+not drawn. After the last round every device gets the global model, which it may fine-tune (``finetune_epochs``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random federated dropout, server half: each round sends every device a different narrow part of the global model.
 
 Caldas et al., arXiv:1812.07210; Wen et al., arXiv:2109.15258. Neurons are drawn as in FedSPU; the server averages each
-weight over the devices that have it, weighted by training samples. The whole global model is evaluated.
+weight over the devices that have it, weighted by training samples.
 """
 
 from __future__ import annotations

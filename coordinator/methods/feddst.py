@@ -4,8 +4,7 @@ Bibikar et al., AAAI 2022, arXiv:2112.09824. FedSGC without directions and witho
 are dropped by magnitude and revived by gradient; the server averages each over the devices that have it, and keeps the
 largest of each layer.
 
-The released code differs from the paper: it weights by batches, prunes layers that should stay dense, and grows over
-active weights. This follows the paper.
+This follows the paper; the released code weights by batches, prunes dense layers, and grows over active weights.
 """
 
 from __future__ import annotations

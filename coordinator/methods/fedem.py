@@ -4,9 +4,8 @@ Marfoq et al., NeurIPS 2021, arXiv:2108.10252, Algorithm 1. The federation's mod
 (``sparrow.protocol.mixture``), so traffic is ``components`` times FedAvg's, and the mean of updates is the mean of each
 component, weighted by n_i. The mixture weights π stay on devices.
 
-Equal components would stay equal. Values with a recipe are drawn for each component by name. Published values go to the
-first component; the others add noise from the federation's seed, whose standard deviation is ``spread`` times the
-tensor's root mean square.
+Values with a recipe are drawn for each component by name. Published values go to the first component; the others add
+noise from the federation's seed, whose standard deviation is ``spread`` times the tensor's root mean square.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Li, Wang, NeurIPS workshop 2019, arXiv:1910.03581, Algorithm 1. The whole model is personal. One table of scores [public
 samples, classes] travels both ways, as an output in the federation's manifest. It starts as zeros, which devices do not
-digest, and is averaged like weights, so that precisions, robust rules and secure aggregation apply. Departure: the mean
-is weighted by training samples.
+digest, and is averaged like weights. Departure: the mean is weighted by training samples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedMP, server half: a bandit chooses each device's pruning ratio; means are of whole models.
+"""FedMP, server half: a bandit chooses each device's pruning ratio.
 
 Jiang et al., ICDE 2022. For device n, drawn for round k:
 
@@ -15,13 +15,11 @@ Jiang et al., ICDE 2022. For device n, drawn for round k:
     pruning   In each hidden group the max(1, floor(ratio n)) neurons with the largest l1 norms of the global model.
     R2SP      A weight that a device was not sent counts in the average with the global model's value (the residual).
 
-Choices beyond the paper: a ratio is at most the device's budget. Bandits use the records of the last 500 rounds. With
-``time = flops`` T is the FLOPs of the device's training divided by those of one sample at its budget, so that runs are
-reproducible; ``time = seconds`` uses reported times. |T - T̄| is relative to T̄, plus 0.1, and rewards are divided by
-the largest one. Averages are weighted by training samples.
+Choices beyond the paper: a ratio is at most the device's budget. Bandits use the last 500 rounds. With ``time = flops``
+T is the FLOPs of the device's training divided by those of one sample at its budget. |T - T̄| is relative to T̄, plus
+0.1, and rewards are divided by the largest one. Averages are weighted by training samples.
 
-``ratios = budget`` (devices prune once, to their budgets) with ``residual = false`` is the form that FedSPU's paper
-compares (section 5.1).
+``ratios = budget`` with ``residual = false`` is the form that FedSPU's paper compares (section 5.1).
 """
 
 from __future__ import annotations
@@ -114,7 +112,7 @@ def rewards(history: Sequence[Participation], situation: Situation) -> list[floa
 
 
 def times_of(history: Sequence[Participation], situation: Situation) -> list[float]:
-    """Return the devices' times: seconds, or the number of samples that each could train on at its budget."""
+    """Return the devices' times, in seconds or in samples at their budgets."""
     if situation.own(FedMPSettings).time == "seconds":
         return [each.seconds for each in history]
     manifest = situation.manifest
@@ -157,7 +155,7 @@ def next_ratio(plays: Sequence[Play], budget: float, chance: float, rules: FedMP
 
 
 def _region_of(ratio: float, regions: Sequence[tuple[float, float]]) -> int | None:
-    """Return the index of a ratio's region; regions include the upper end, the first one also the lower."""
+    """Return the index of a ratio's region; regions include their upper end."""
     for place, (low, high) in enumerate(regions):
         if low < ratio <= high or (place == 0 and ratio == low):
             return place

@@ -2,7 +2,7 @@
 
 Arivazhagan et al., arXiv:1912.00818. The last linear layer is personal: its tensors are ``personal`` in the
 federation's manifest, and never sent. The averaged part is not a complete model. The setting ``private`` names other
-personal layers, such as a device's own adapter in addition to a shared one.
+personal layers.
 """
 
 from __future__ import annotations

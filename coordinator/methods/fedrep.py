@@ -1,6 +1,6 @@
 """FedRep, server half, equal to FedPer's: φ is the mean of the devices' bodies.
 
-Collins et al., ICML 2021, arXiv:2102.07078, Algorithm 1. Only local training differs.
+Collins et al., ICML 2021, arXiv:2102.07078, Algorithm 1.
 """
 
 from __future__ import annotations

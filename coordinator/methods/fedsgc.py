@@ -1,23 +1,21 @@
 """FedSGC, server half: gradient-congruity guided federated sparse training.
 
-Tian et al., arXiv:2405.01189. One sparse model for all devices: layer l has exactly K_l weights
-(Erdos-Renyi-Kernel densities), and devices download, train and upload only those. At times devices replace some
-(``edge_sdk.methods.fedsgc``). At the end of any round the server computes
+Tian et al., arXiv:2405.01189. One sparse model for all devices: layer l has exactly K_l weights (Erdos-Renyi-Kernel
+densities), and devices replace some at times (``edge_sdk.methods.fedsgc``). At the end of any round the server computes
 
     θ½ = (Σ_c n_c θ_c m_c + n_rest θ_r m_r) / (Σ_c n_c m_c + n_rest m_r)      if any device has the weight     (Eq. 5)
     m_{r+1}: the K_l largest |θ½| of each layer among those;   θ_{r+1} = θ½ m_{r+1}
     d_{r+1} = sign(θ½ - θ_r)                                                   the direction map
 
-with n_rest the examples of absent devices. The map holds the model's direction; it is sent in re-adjusting rounds only,
-for existing weights.
+with n_rest the examples of absent devices. The map is sent in re-adjusting rounds only, for existing weights.
 
 Choices beyond the paper:
 
 - n_rest slows learning to the cohort's share of all examples. ``rest`` is none by default; all is as printed.
 - Without re-adjusting, a round's map is 0 at empty positions, so that it can only revive weights just dropped.
   ``direction_memory`` keeps each position's last direction, and sends all.
-- The map is taken before the global prune, which is no direction of learning. The prune is per layer, among positions
-  with an update; ties go to those with more examples, then to the lower index.
+- The map is taken before the global prune, which is no direction of learning. Ties in the prune go to positions with
+  more examples, then to the lower index.
 - Re-adjusting ends before the last round, and a device's expected epochs are E·R·cohort/devices.
 """
 
@@ -81,7 +79,7 @@ def _directions(
     new: NDArray[np.float32],
     trained: NDArray[np.bool_],
 ) -> Tensors:
-    """Return d of one tensor, int8 [n]: the direction of trained positions, before or after the global prune."""
+    """Return d of one tensor, int8 [n]."""
     moved = half if rules.direction == "pre_prune" else new
     key = _key(name)
     directions = (np.sign(moved - old) * trained).astype(np.int8)

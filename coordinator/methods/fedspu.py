@@ -5,8 +5,8 @@ returns only the weights between neurons drawn for it in this round, at its acti
 averages each weight over the devices that have it, weighted by training samples n_k.
 
 A device starts with the global model of its first participation; ``start=initial`` is Algorithm 1, line 1: w^0. The
-paper's released code weights by mini-batches and averages full and partial devices separately, so that one overwrites
-the other; this follows the paper's text.
+released code weights by mini-batches, and the averages of full and partial devices overwrite each other; this follows
+the paper's text.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Li et al., MobiCom 2021. The server averages each weight over the devices that share it. An update may have fewer
 neurons than its device was sent, but no others, and not fewer than its budget allows. A device that is sent the whole
-model (in its first round, after losing its state, or with a larger budget) may start with any such network.
+model may start with any such network.
 
-``pruning = once`` is the form that FedSPU's paper compares (section 5.1): devices prune once, to their budgets.
+``pruning = once`` is the form that FedSPU's paper compares (section 5.1).
 """
 
 from __future__ import annotations

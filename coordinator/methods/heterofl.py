@@ -1,12 +1,10 @@
 """HeteroFL, server half: every device has the first neurons of each layer, and the global model is the widest.
 
 Diao, Ding, Tarokh, ICLR 2021, arXiv:2010.01264: a device of width ratio r has the first ceil(r n_l) neurons, and the
-server averages every weight over the devices that have it, weighted by training samples. A budget is a width; its share
-of the weights is about its square.
+server averages every weight over the devices that have it, weighted by training samples. A budget is a width.
 
 Rows of the output layer are averaged over the devices with their class, as in the authors' released code
-(``Federation.combine``). So the rows are a group of neurons in the federation's manifest, and an update's mask names
-its rows, which reveals the device's classes.
+(``Federation.combine``). So an update's mask names its rows, which reveals the device's classes.
 """
 
 from __future__ import annotations

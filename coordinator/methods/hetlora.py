@@ -4,13 +4,11 @@ Cho et al., EMNLP 2024, arXiv:2401.06432. FedAvg on low-rank adapters, whose pro
 weight:
 
 - *truncation*: a device of budget p has the first ceil(p r) of r ranks, rows of A and columns of B;
-- *sparsity-weighted aggregation*: missing ranks count as zero, and an adapter is weighted by the Frobenius norm
-  ||B_k A_k||, so that small ranks, which are less informative, dilute large ones less. Here also training samples n_k
-  count, and adapters are weighted one by one. Equal norms, or full ranks with equal n_k, give FedAvg's mean.
+- *sparsity-weighted aggregation*: missing ranks count as zero, and each adapter is weighted by n_k times its
+  Frobenius norm ||B_k A_k||.
 
 The manifest finds an adapter's ranks as neurons between two frozen layers: rows of one weight and columns of another
-only. Other trained hidden neurons are cut alike, and averaged over the devices that have them. The paper's rank
-self-pruning is left out, since the budget decides.
+only. Other trained hidden neurons are cut alike. The paper's rank self-pruning is left out.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ def adapters(manifest: Manifest) -> dict[str, tuple[str, str]]:
 
 
 class AdapterSums:
-    """Numerators of updates, each adapter weighted by its norm; other tensors as in ``MaskedSums``."""
+    """``MaskedSums``, with each adapter weighted by its norm."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest

@@ -5,8 +5,7 @@ arXiv:2203.11834. With w_r the model of round r, of T rounds, and n ``averaged_r
 
     (w_{T-n+1} + ... + w_T) / n
 
-Rounds train w_r as usual; the mean is kept separately, in float32, and replaces it in round T. A federation that ends
-earlier ends with its last model. Running statistics of batch norm are averaged like weights.
+A federation that ends earlier ends with its last model. Running statistics of batch norm are averaged like weights.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class LastRoundsSettings(MethodSettings):
 
 
 def close(model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
-    """Return the weighted mean of the round's updates; in the last round, the mean of the last rounds' models."""
+    """Return the weighted mean; in the last round, the mean of the last rounds' models."""
     tensors = sums.mean(model.tensors)
     rounds = situation.settings.rounds
     # Not by ``own``, because methods have more settings than this one.

@@ -3,9 +3,8 @@
 Liang et al., arXiv:2001.01523. Linear layers are shared; convolutions and other layers below are personal. In a network
 of only linear layers, the first one is personal.
 
-The paper's experiments start with a model trained by FedAvg. With a ``fedavg_share`` the first rounds are FedAvg's, of
-the whole model; after them each device keeps FedAvg's body as its own, and only heads are sent. So each tensor of the
-body is a block.
+With a ``fedavg_share`` the first rounds are FedAvg's, of the whole model, as in the paper's experiments; after them
+only heads are sent. So each tensor of the body is a block.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
 
 
 def _from_first(settings: FederationSettings) -> bool:
-    """Return True if body and head are separate from the first round on."""
+    """Return True if no FedAvg rounds come first."""
     return own_settings(settings, LGFedAvgSettings).fedavg_share == 0
 
 

@@ -1,25 +1,18 @@
 """pFedGate, server half: efficient personalised federated learning via sparse model adaptation.
 
-Chen et al., ICML 2023, arXiv:2305.02776. One model for all devices is cut into blocks; a private gating layer on each
-device selects and scales blocks for every batch within its budget (``edge_sdk.methods.pfedgate``). Devices send the
-blocks that any batch of the round has touched; for each of them
+Chen et al., ICML 2023, arXiv:2305.02776. One model for all devices is cut into blocks, of which each device's gating
+layer selects some for every batch. Devices send the blocks that any batch of the round has touched; for each of them
 
     θ_b <- θ_b + Σ n_i Δ_ib / Σ n_i      over the devices i that touched b; without any, θ_b stays      (Algorithm 1)
 
-Payloads have the blocks that changed since the device's last download.
-
-All devices share one table of blocks, cut for the smallest budget of the federation: its always-kept first blocks must
-fit, and a large block of every layer too, or the gate could not choose any. Devices with larger budgets keep more
-blocks.
+The table of blocks is cut for the federation's smallest budget: the first blocks, which are always kept, must fit
+together with a large block of any layer.
 
 Differences between paper and released code:
 
-- Eq. 6 has one budget for the model, the code one for linear layers and one for the others. This has the same:
-  with one, many small blocks win against any large one (``budget_per``).
-- The code averages whole models of all clients, absent ones with their old copies. ``denominator`` all counts untouched
-  blocks as unchanged, for comparison.
+- Eq. 6 has one budget for the model, the code one for linear layers and one for the others, as here (``budget_per``).
+- The code averages whole models of all clients, absent ones with their old copies. ``denominator`` all does the same.
 - The code keeps first blocks of a fifth at any budget. Here a budget that cannot hold them is refused.
-- θ is only trained under scales, so it is not usable by itself, except after a last round without gates (Table 10).
 """
 
 from __future__ import annotations
@@ -176,7 +169,7 @@ def check_mask(model: GlobalModel, mask: BlockMask, situation: Situation) -> Non
 
 
 def why_mean_only(settings: FederationSettings) -> str | None:
-    """Return the reason against other rules than the mean, if devices that did not send a block count."""
+    """Return a reason if devices that did not send a block count."""
     if own_settings(settings, PFedGateSettings).denominator == "all":
         return "its denominator all counts devices that did not send a block, which robust rules cannot see"
     return None
@@ -207,7 +200,7 @@ def warning(model: GlobalModel, situation: Situation) -> str | None:
 
 
 def _never_chosen(manifest: Manifest, rules: PFedGateSettings) -> str | None:
-    """Return a warning if the weakest device cannot add some block. Raises ValueError if it cannot add any."""
+    """Return a warning if the weakest device cannot add some block; ValueError if not any."""
     table = manifest.block_table
     costs = costs_of(manifest, rules.cost)
     for name, blocks in budget_groups(manifest, rules.budget_per, rules.smallest_budget, rules.cost).items():
@@ -224,8 +217,7 @@ def _never_chosen(manifest: Manifest, rules: PFedGateSettings) -> str | None:
 
 
 def _starved(manifest: Manifest, rules: PFedGateSettings) -> str | None:
-    """Return a warning about the layer that an untrained gate leaves furthest below its fair share: with less than half
-    of it, or without any large block. None if there is none."""
+    """Return a warning if an untrained gate leaves a layer less than half of its fair share, or no large block."""
     table = manifest.block_table
     share = rules.smallest_budget
     importances = np.random.default_rng(0).uniform(*UNTRAINED, (DRAWS, len(table.sizes)))

@@ -1,8 +1,8 @@
 """PruneFL, server half: one sparse model, pruned by the gain of each weight for its time.
 
-Jiang et al., IEEE TNNLS 2022, arXiv:1909.12326. In round 0 one device trains locally and prunes
-(``edge_sdk.methods.prunefl``). Then devices train the sparse model as in FedAvg, and in every ``adjust_interval``-th
-round also send g², the squared gradient of every weight, existing or not. With g² = Σ n_c g²_c / Σ n_c the server
+Jiang et al., IEEE TNNLS 2022, arXiv:1909.12326. In round 0 one device trains locally and prunes. Then devices train the
+sparse model as in FedAvg, and in every ``adjust_interval``-th round also send g², the squared gradient of every weight,
+existing or not. With g² = Σ n_c g²_c / Σ n_c the server
 
     fixes        the existing weights of each layer except a share ρ = share·0.5^(r / half_life), smallest |θ| first
     adds others  by g²_i / t_i, largest first, while g²_i / t_i > Σ g² / (t_0 + Σ t)     sums over those kept so far
@@ -11,8 +11,7 @@ and stops at K = floor(density·n_w). New weights start at 0 (``protocol.sparsit
 
 Choices beyond the paper: t_i is FLOPs, 6 per output position of the layer, instead of a Raspberry Pi's time; t_0 is a
 share of the dense network's, ``fixed_cost``. Devices compute g² at the received model in one pass; the released code
-adds squares of summed gradients. Biases and norms count neither as gain nor as time. The last round re-adjusts nothing,
-since new weights would stay untrained zeros.
+adds squares of summed gradients. Biases and norms count neither as gain nor as time. The last round re-adjusts nothing.
 """
 
 from __future__ import annotations

@@ -7,12 +7,8 @@ With θ½ = Σ_c n_c θ_c / Σ_c n_c, FedAvg of the sparse model, the server in 
     drops    the q_l smallest |θ½| of each layer,        q_l = ⌊σ(r) K_l⌋,  σ(r) = α/2·(1 + cos(πr/R))
     grows    the q_l largest |Σ_c n_c v_c|, v_c in {-1, 0, 1}, of its ``candidates``·q_l candidates, starting at 0
 
-so that votes of equal sign add up, and others cancel out. Candidates are drawn from empty positions each time. A
-candidate with a sum of 0 does not grow; then fewer weights are dropped.
-
-In FedDST and FedSGC each device grows weights by one batch of its own data, and the server drops most of these single
-devices' weights. Here every update is a sum over all devices, at less than two bits per candidate. The last round has
-no votes, since new weights would stay untrained zeros.
+A candidate with a sum of 0 does not grow; then fewer weights are dropped. The last round has no votes, since new
+weights would stay untrained zeros.
 """
 
 from __future__ import annotations
@@ -118,7 +114,7 @@ def close(model: GlobalModel, sums: ElementSums, situation: Situation) -> Global
 
 
 def _replaced(values: NDArray[Any], active: Index, grown: Index) -> NDArray[np.bool_]:
-    """Return a tensor's new mask: the smallest |values| of ``active`` are replaced by as many ``grown``."""
+    """Return a tensor's new mask: ``grown`` replace the smallest |values| of ``active``."""
     sizes = np.abs(np.take(values, active))
     exists = np.zeros(values.size, dtype=bool)
     exists[active[largest(sizes, len(active) - len(grown))]] = True

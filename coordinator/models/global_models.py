@@ -1,14 +1,13 @@
 """Global models, manifests and graphs of federations, and the payloads cut from them.
 
-A payload follows from the assignment (model version, full or active ratio) and the device's mask. It is therefore not
-stored but packed on request, and a restarted coordinator packs the same bytes. The last ones are cached (``payloads``).
+A payload follows from the assignment and the device's mask, so it is packed on request, to the same bytes after a
+restart. The last ones are cached (``payloads``).
 
-A model is written under its digests before the transaction that records it (``tables.Model``). A file of a failed
-transaction is never served, and is removed once a later model exists. A method's own arrays are in a second file.
+A model is written before the transaction that records it (``tables.Model``); files without a record are never served. A
+method's own arrays are in a second file.
 
-Element masks, and neuron masks chosen by devices, are stored under their digests while a device holds them, so that it
-receives only changes or chosen values. If a method can determine the values changed since a round, a device with that
-round's model receives only these values.
+Element masks, and neuron masks chosen by devices, are stored while a device holds them, so that it receives only
+changes or chosen values.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class Models:
                 self._store.blobs.put(file_key(federation_id, digest), files[name])
 
     def values(self, federation: Federation, which: Values) -> bytes:
-        """Return a file of values, shared in memory by all callers. Raises NotFound if the model has none."""
+        """Return a file of values, shared in memory. Raises NotFound."""
         digest = self.manifest(federation).files.get(which)
         if digest is None:
             raise NotFound(f"the model of {federation.name} has no {which} values")
@@ -136,7 +135,7 @@ class Models:
         return {**values.unpack(manifest, "frozen", self.values(federation, "frozen")), **tensors}
 
     def graph(self, federation: Federation, graph: GraphName) -> bytes:
-        """Return an ONNX graph of the federation's model. Raises NotFound if it was not published."""
+        """Return an ONNX graph of the model. Raises NotFound."""
         digest = self.manifest(federation).graphs.get(graph)
         if digest is None:
             raise NotFound(
@@ -162,7 +161,7 @@ class Models:
         return ModelFiles(version, model, files, sha256, state_sha256, len(body))
 
     def write(self, federation_id: int, files: ModelFiles, after_each: Callable[[], None] = lambda: None) -> None:
-        """Store a global model's files durably, outside any transaction, since it may take a minute."""
+        """Store a global model's files durably. It may take a minute."""
         known = self._store.blobs.keys(f"{federation_id}/masks")
         for key, body in files.files.items():
             if key not in known:
@@ -170,17 +169,14 @@ class Models:
             after_each()
 
     def record(self, db: Session, federation_id: int, files: ModelFiles, number: int = 0) -> None:
-        """Record a global model with written files, in the transaction that makes it the federation's.
-
-        number: the round that made it, 0 for the first model.
-        """
+        """Record a global model with written files, in the transaction that makes it the federation's."""
         row = Model(federation_id=federation_id, version=files.version, bytes=files.bytes, round=number)
         row.sha256 = files.sha256
         row.state_sha256 = files.state_sha256
         db.add(row)
 
     def digest(self, federation: Federation, version: int) -> str | None:
-        """Return the SHA-256 with which devices name this model; None if the method does not send changes."""
+        """Return this model's SHA-256; None if the method does not send changes."""
         if load_method(federation.method).changes is None:
             return None
         return self.sha256(federation, version)
@@ -196,7 +192,7 @@ class Models:
         return self._get(federation, version, model_key(federation.id, version, self.sha256(federation, version)))
 
     def shared_file(self, federation: Federation, version: int) -> bytes:
-        """Return a global model's file, verified at each call and shared in memory by all callers."""
+        """Return a global model's verified file, shared in memory."""
         body = self.file(federation, version)
         return self._payloads.get((federation.id, version, "file"), lambda: body).body
 
@@ -213,7 +209,7 @@ class Models:
         return found
 
     def _get(self, federation: Federation, version: int, key: str) -> bytes:
-        """Return a file of a global model. Raises Unavailable if the model is no longer kept."""
+        """Return a file of a global model. Raises Unavailable."""
         try:
             return self._store.blobs.get(key, needed=False)
         except FileNotFoundError:
@@ -223,7 +219,7 @@ class Models:
             return self._store.blobs.get(key)
 
     def kept(self, db: Session, federation: Federation) -> dict[int, Model]:
-        """Return the global models to keep, oldest first; others may be removed at any time."""
+        """Return the global models to keep, oldest first."""
         models = {each.version: each for each in self.recorded(db, federation)}
         stay = self._retention.kept(models.values()) | {federation.model_version}
         return {number: each for number, each in models.items() if number in stay}
@@ -268,7 +264,7 @@ class Models:
         return list(db.scalars(_MODELS, {"federation_id": federation.id}))
 
     def drop_old(self, db: Session, federation: Federation, in_use: set[int], now: float) -> None:
-        """Delete the records of global models that are neither in use nor kept; their files are removed later."""
+        """Delete the records of global models that are neither in use nor kept."""
         models = self.recorded(db, federation)
         for each in models:
             if each.pinned_until < now:
@@ -315,8 +311,7 @@ class Models:
     ) -> tuple[Mask | None, NeuronDraw | None]:
         """Return the mask of an assignment, and its seed form, if any.
 
-        (None, None) means all values, also if the device must choose from the whole model: at first, after losing its
-        state, with a new budget, or because its method repeats the choice in this round.
+        (None, None) means all values, also if the device must choose from the whole model.
         """
         if assignment.ratio is None:
             return self.model(federation, assignment.model_version).mask, None
@@ -397,7 +392,7 @@ class Models:
         )
 
     def sent_digest(self, federation: Federation) -> str:
-        """Return the digest of the current global model as devices of a secure round decode it; cached."""
+        """Return the digest of the global model as devices of a secure round decode it."""
         known = self._sent.get(federation.id)
         if known is None or known[0] != federation.model_sha256:
             manifest = self.manifest(federation)
@@ -471,7 +466,7 @@ def record_publication(federation: Federation, published: Published) -> None:
 
 
 def carry_out_replacement(federation: Federation) -> bool:
-    """Replace the manifest by the waiting new version, if any, between rounds; return whether there was one."""
+    """Replace the manifest by the waiting version; return whether there was one."""
     if federation.replacement is None:
         return False
     federation.manifest = federation.replacement

@@ -1,7 +1,6 @@
 """Evaluation of the global model on an operator's test data with ONNX Runtime, without torch.
 
-The published graph is not trusted and runs in a separate process (``sparrow.limited``), so an endless, huge or crashing
-model only causes an error.
+The published graph is not trusted and runs in a separate process (``sparrow.limited``).
 """
 
 from __future__ import annotations
@@ -35,11 +34,9 @@ def evaluate(
 ) -> Evaluation:
     """Return the mean cross-entropy and accuracy of an ONNX model on a test file.
 
-    skeleton: the graph that the model was filled from. body: a safetensors file of ``inputs`` [N, ...], raw if the
-    model includes its preparation, and classes ``targets`` [N]. seconds: time limit. stop: ends it early.
-
-    Raises BadContent for an invalid file, a model that does not output class scores, or one that exceeds the limits;
-    Unavailable if it was stopped.
+    body: a safetensors file of ``inputs`` [N, ...], raw if the model includes its preparation, and classes ``targets``
+    [N]. Raises BadContent for an invalid file, a model that does not output class scores, or one that exceeds the
+    limits; Unavailable if it was stopped.
     """
     if len(manifest.output_shape) != 1:
         raise BadContent(
@@ -68,7 +65,7 @@ def evaluate(
 
 
 def answer(request: bytes) -> bytes:
-    """Return an ``Evaluation`` as JSON, or the reason of a refusal: the entry point of the process."""
+    """Return an ``Evaluation`` as JSON, or the reason of a refusal."""
     from sparrow.graphs.bounds import samples_at_once
     from sparrow.graphs.skeleton import check_skeleton
 

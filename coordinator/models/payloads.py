@@ -1,7 +1,6 @@
 """Cache of payloads, each packed once for all devices that request it.
 
-A device asks twice (size and digest, then the bytes), a broken download asks again, and devices with equal payloads ask
-at the same time. The first call packs the payload; the others wait.
+The first call packs the payload; simultaneous ones wait.
 """
 
 from __future__ import annotations

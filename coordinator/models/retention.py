@@ -25,7 +25,7 @@ class Retention:
     """The newest ``last`` models, the best one, pinned ones, and every ``every``-th (0: none).
 
     The ``every``-th models are thinned with age: from an age of ``DENSE * every`` rounds every second one is kept, from
-    twice this age every fourth, and so on. Their number is therefore logarithmic in the number of rounds.
+    twice this age every fourth, and so on.
     """
 
     last: int = 1

@@ -128,7 +128,7 @@ class DeviceLists:
             return [_info(device, Doing(activity), alone) for device, activity, alone in db.execute(page)], total
 
     def states(self, federation_name: str, most: int) -> DeviceStates:
-        """Return the activities of the first ``most`` devices, in natural order of their names. Raises NotFound."""
+        """Return the activities of the first ``most`` devices by name. Raises NotFound."""
         with self._store.reading() as db:
             federation = find(db, federation_name)
             there = (Device.federation_id == federation.id, Device.status != "revoked")
@@ -156,7 +156,7 @@ class DeviceLists:
             return DeviceHistory(device=_info(device, Doing(doing), alone), federation=federation.name, work=work)
 
     def count_doing(self, db: Session, federation: Federation) -> dict[Doing, tuple[int, float]]:
-        """Return, per activity, the number of devices and the earliest time at which one was last seen."""
+        """Return, per activity, the number of devices and the earliest last sight of one."""
         doing = self._doing(federation).label("doing")
         those = (Device.federation_id == federation.id, Device.removed.is_(False))
         each = select(doing, Device.seen_at).where(*those).subquery()
@@ -173,7 +173,6 @@ class DeviceLists:
 
 
 def _selection(federation: Federation, text: str) -> Selection:
-    """Return a selection of this federation's devices. Raises BadContent."""
     try:
         selection = Selection.parse(text)
         selection.check(settings_of(federation).tags)

@@ -1,7 +1,7 @@
 """Prometheus metrics: counters of this process, and values from the records in a bounded number of queries.
 
-No label is per device. Counters restart with the process, as Prometheus expects. All series of a federation exist from
-its first scrape, because an alert on a counter's increase would otherwise miss the first events.
+All series of a federation exist from its first scrape, because an alert on a counter's increase would otherwise miss
+the first events.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Metrics:
         )
 
     def text(self, store: Store, *, ready: bool) -> bytes:
-        """Return all metrics in Prometheus' text format. store: its federations get their series."""
+        """Return all metrics in Prometheus' text format."""
         self.ready.set(float(ready))
         try:
             with store.reading() as db:
@@ -128,7 +128,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def observe_disk(self, folder: Path, reserve: int) -> None:
-        """Report the free space of the data folder's disk, and the space below which the process is not ready."""
+        """Report the disk's free space, and the space below which the process is not ready."""
         free = Gauge("sparrow_disk_free_bytes", "Free space on the disk of the data folder", registry=self.registry)
         free.set_function(lambda: float(shutil.disk_usage(folder).free))
         kept = Gauge(
@@ -160,7 +160,7 @@ class Metrics:
         holder.set_function(lambda: float(moves()))
 
     def observe_records(self, store: Store, clock: Callable[[], float], tags: Sequence[str] = ()) -> None:
-        """Report the metrics that come from a store's records. clock: the coordinator's. tags: keys to count."""
+        """Report the metrics that come from a store's records. tags: keys to count."""
         self.registry.register(_Records(store, clock, tags))
 
 
@@ -188,7 +188,7 @@ class _TimedBlobs:
 
 
 class _Records(Collector):
-    """State of all federations, from four queries plus two per federation, independent of the number of rounds."""
+    """State of all federations, from four queries plus two per federation."""
 
     def __init__(self, store: Store, clock: Callable[[], float], tags: Sequence[str]) -> None:
         self._store = store
@@ -276,7 +276,6 @@ class _Records(Collector):
 
 
 def _moved_at(db: Session) -> dict[int, float]:
-    """Return the last time at which a round opened or closed, by running federation."""
     last = func.max(func.coalesce(Round.closed_at, Round.opened_at))
     newest = (
         select(Round.federation_id, last)
@@ -288,7 +287,7 @@ def _moved_at(db: Session) -> dict[int, float]:
 
 
 def stalled(db: Session, now: float) -> Iterator[tuple[str, float]]:
-    """Yield each running federation without a new round for ``STALLED_DEADLINES``, and the seconds since the last."""
+    """Yield each running federation without a new round for ``STALLED_DEADLINES``, and the seconds."""
     moved_at = _moved_at(db)
     for federation in db.scalars(select(Federation).where(Federation.id.in_(moved_at))):
         still = now - moved_at[federation.id]
@@ -298,7 +297,6 @@ def stalled(db: Session, now: float) -> Iterator[tuple[str, float]]:
 
 
 def _privacy(db: Session, federation: Federation, settings: FederationSettings) -> PrivacySpent | None:
-    """Return the differential privacy spent until the last round, if the federation promises it."""
     if settings.noise_multiplier is None:
         return None
     last = select(Round.notes).where(Round.federation_id == federation.id, Round.number == federation.round)
@@ -307,7 +305,6 @@ def _privacy(db: Session, federation: Federation, settings: FederationSettings) 
 
 
 def _accuracies(db: Session, federation: Federation, settings: FederationSettings) -> dict[str, float]:
-    """Return the mean ``personal`` and ``global`` accuracy of the last evaluation."""
     # The database computes the means, over the last evaluated rounds only.
     interval = settings.evaluation_interval or federation.round or 1
     last = federation.round - federation.round % interval

@@ -1,7 +1,6 @@
 """The overview of a federation for the page (``sparrow.protocol.overview``), from a bounded number of queries.
 
-Beyond ``MOST_POINTS`` rounds, two, four, eight and so on are merged into one point. Only the values that charts show
-are read from the records.
+Beyond ``MOST_POINTS`` rounds, two, four, eight and so on are merged into one point.
 """
 
 from __future__ import annotations
@@ -168,7 +167,6 @@ def _start(number: int, span: int) -> int:
 
 
 def _rows(db: Session, federation: Federation, first: int | None) -> list[dict[str, Any]]:
-    """Return the number and the chart values of each closed round, None for missing values."""
     summary = Round.summary
     columns = [summary[name].as_float().label(name) for name in (*_SUMS, *_LAST)]
     columns += [summary[(phase, "seconds")].as_float().label(f"{phase}_seconds") for phase in _PHASES]
@@ -188,7 +186,7 @@ def _rows(db: Session, federation: Federation, first: int | None) -> list[dict[s
 
 
 def _metrics(db: Session, federation: Federation) -> dict[str, dict[str, float]]:
-    """Return the metrics of the last evaluated round by the overview's fields; empty before the first."""
+    """Return the metrics of the last evaluated round by the overview's fields."""
     summary = Round.summary
     last = (
         select(summary)
@@ -259,7 +257,6 @@ def _open_round(db: Session, federation: Federation, assignments: OpenAssignment
 
 
 def _failures(db: Session, federation: Federation) -> Iterable[Notice]:
-    """Yield notices of failing devices, most recently seen first."""
     reason = Device.failure["reason"].as_string()
     at = Device.failure["at"].as_float()
     rows = db.execute(
@@ -285,7 +282,6 @@ _REMEDIES = {
 
 
 def _explained(reason: str) -> tuple[str, str | None]:
-    """Return the cause of a device's failure and the operator's remedy."""
     if (known := explain(reason)) is not None:
         advice = known.advice
         return known.cause, f"{advice[0].upper()}{advice[1:]}." if advice else None
@@ -294,14 +290,13 @@ def _explained(reason: str) -> tuple[str, str | None]:
 
 
 def _began(db: Session, federation: Federation) -> tuple[float | None, int]:
-    """Return the time when the first round was opened, and the id of the newest event."""
     first = select(func.min(Round.opened_at), events.newest(federation.id)).where(Round.federation_id == federation.id)
     row = db.execute(first).one()
     return row[0], row[1]
 
 
 def _ends(info: FederationInfo, rows: Sequence[dict[str, Any]], now: float) -> str | None:
-    """Return the estimated end of the last round, from the duration of recent ones; None if no estimate is possible."""
+    """Return the estimated end of the last round, from the duration of recent ones, or None."""
     recent = [row for row in rows if row["number"] >= 1 and row["closed_at"] is not None][-RECENT:]
     left = info.rounds - (recent[-1]["number"] if recent else 0)
     if info.status != "running" or info.waiting_for or not recent or left <= 0:

@@ -1,8 +1,7 @@
 """Records of rounds, summed from the reports of their assignments.
 
 A record is made on request and stored until a new fact arrives (an evaluation, the cost of an upload). Unreadable facts
-are left out and listed in ``RoundRecord.unreadable``. Bytes, seconds and joules are sums over devices; measured and
-estimated joules are separate.
+are listed in ``RoundRecord.unreadable``. Measured and estimated joules are separate sums.
 """
 
 from __future__ import annotations
@@ -78,10 +77,7 @@ class Records:
                     db.execute(made.values(summary=summary, stale=False))
 
     def reports(self, federation_name: str, number: int) -> list[DeviceReport]:
-        """Return the readable reports of round ``number``, training first, by device name. Raises NotFound.
-
-        The round's record lists devices with an unreadable report.
-        """
+        """Return the readable reports of round ``number``, training first, by device name. Raises NotFound."""
         if self._store.troubles.size(RECORDS) is None:
             with suppress(Unavailable):
                 self._bring()
@@ -141,7 +137,7 @@ def _in_its_model(item: Round) -> ColumnElement[bool]:
 
 
 def with_joules_per_point(records: Sequence[RoundRecord]) -> list[RoundRecord]:
-    """Return the records, with the joules per point of accuracy gained since the previous evaluated round."""
+    """Return the records, with the joules per point of accuracy gained."""
     found = []
     before = None
     measured = 0.0

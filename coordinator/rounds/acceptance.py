@@ -1,11 +1,8 @@
 """Acceptance of updates and receipts: check, store durably, and acknowledge each once.
 
-An update is decoded once. Sums take the decoded values from memory (``intake.DecodedUpdates``) if they are still
-cached, otherwise from the disk.
-
 A device with ``MOST_REFUSALS`` refused updates in a row loses its assignment and receives no work for a while, because
-rounds would wait for it and each body must be checked. After this pause, a single refusal causes the next pause. Each
-refusal is recorded as the device's failure; accepted work that ends the failure (``failing``) resets the count.
+rounds would wait for it. After this pause, a single refusal causes the next one, until accepted work ends the failure
+(``failing``).
 """
 
 from __future__ import annotations
@@ -96,8 +93,6 @@ class Sent:
 
 @dataclass(frozen=True)
 class _Checked:
-    """An update ready to be recorded with ``write_down`` in a transaction."""
-
     federation_id: int
     # Blobs written for it.
     keys: Sequence[str]
@@ -166,11 +161,10 @@ class Acceptance:
     ) -> bool:
         """Authorise, check, store and record an update; return False if the same update was accepted before.
 
-        digest: its SHA-256, if known. file: a local file with its content, if there is one. intact: whether it was
-        compared with the sender's digest, so that the inner digest need not be checked.
+        digest: its SHA-256, if known. file: a local file with its content. intact: whether it matched the sender's
+        digest.
 
-        Raises NotFound, NotAllowed, WrongMediaType, TooLarge, RoundClosed, DifferentUpdate, BadContent. On return, the
-        update survives a power cut and counts in its round exactly once.
+        Raises NotFound, NotAllowed, WrongMediaType, TooLarge, RoundClosed, DifferentUpdate, BadContent.
         """
         (outcome,) = self.accept_all([Sent(assignment_id, device_id, body, media_type, digest, file, intact)])
         if isinstance(outcome, BaseException):
@@ -203,7 +197,7 @@ class Acceptance:
         return outcomes
 
     def count_refusal(self, assignment_id: str, device_id: str, error: RequestError) -> RequestError:
-        """Record a refusal, and return the caller's error. After ``MOST_REFUSALS`` in a row the device rests."""
+        """Record a refusal, and return the caller's error."""
         with self._store.writing() as db:
             assignment, device, federation = owned(db, assignment_id, device_id)
             if assignment.status != "open":
@@ -236,7 +230,7 @@ class Acceptance:
         )
 
     def _check(self, sent: Sent) -> _Checked | None:
-        """Authorise, check and store an update; return its record, or None if it was accepted before."""
+        """Authorise, check and store an update; return its record, or None for a repetition."""
         assignment_id = sent.assignment_id
         device_id = sent.device_id
         body = sent.body
@@ -279,9 +273,7 @@ class Acceptance:
         return _Checked(federation.id, keys, write_down)
 
     def _mask_held_after(self, federation: Federation, assignment: Assignment, chosen: NeuronMask | None) -> str | None:
-        """Return the digest of the mask that the device now holds: the model's, or its chosen neurons, stored beyond
-        the round.
-        """
+        """Return the digest of the mask that the device now holds."""
         mask = self._models.model(federation, assignment.model_version).mask
         if mask is not None:
             return mask.digest
@@ -345,10 +337,7 @@ class Acceptance:
         mask: Mask | None,
         sent: Sent,
     ) -> tuple[BaseModel, bundle.Bundle | None, NeuronMask | None]:
-        """Return the report, the decoded bundle, if any, and the neurons that the device chose, if any.
-
-        mask: the assignment's. Raises BadContent.
-        """
+        """Return the report, and the bundle and the chosen neurons, if any. Raises BadContent."""
         if assignment.kind not in BUNDLE_KINDS:
             if assignment.kind in ANSWERS:
                 return self._check_answer(federation, device, assignment, sent), None, None
@@ -409,7 +398,6 @@ def _changes_of(federation: Federation, device: Device, assignment: Assignment, 
 
 
 def _events_of(changed: Mapping[str, Any]) -> Iterable[EventKind]:
-    """Yield the events of a device whose record changes."""
     if changed.get("failure", ...) is None:
         yield EventKind.recovered
     if changed.get("status") == "stopped":
@@ -417,7 +405,6 @@ def _events_of(changed: Mapping[str, Any]) -> Iterable[EventKind]:
 
 
 def _leaves_model(federation: Federation, assignment: Assignment) -> bool:
-    """Return True if the device has a personal model after this assignment."""
     if assignment.kind in BUNDLE_KINDS:
         return load_method(federation.method).personal_models
     return assignment.kind not in (*JUDGING_KINDS, *ANSWERS)

@@ -80,10 +80,7 @@ def owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, 
 
 
 def oldest_open(db: Session, device_id: str) -> tuple[Device, Federation, Assignment | None]:
-    """Return a device, its federation and its oldest open assignment: an evaluation before the following round.
-
-    Raises FederationDeleted.
-    """
+    """Return a device, its federation and its oldest open assignment. Raises FederationDeleted."""
     row = db.execute(_OLDEST_OPEN, {"asking_id": device_id}).first()
     if row is None:
         raise FederationDeleted
@@ -97,7 +94,7 @@ def open_round(db: Session, federation: Federation) -> Round | None:
 
 
 class Drawable(NamedTuple):
-    """The columns of a device that drawing and assigning need; a small record, because there may be many devices."""
+    """The columns of a device that drawing and assigning need."""
 
     id: str
     name: str
@@ -119,7 +116,7 @@ class Member:
 
 
 def weight_of(num_examples: int, most: int | None) -> int:
-    """Return the weight of an update with this reported number of samples. most: its assignment's ``most_examples``."""
+    """Return the weight of an update with this reported number of samples."""
     return num_examples if most is None else min(num_examples, most)
 
 
@@ -141,7 +138,7 @@ def assign(
     ratio: float | None = None,
     most_examples: int | None = None,
 ) -> Assignment:
-    """Return a new assignment, not recorded yet, whose deadline starts now.
+    """Return a new assignment, not recorded yet.
 
     whole: whether the payload is the whole global model (for an evaluation, whether it has a payload); None: decide by
     the device's state. ratio: active ratio; None: the device's budget. most_examples: largest weight of its update;

@@ -1,15 +1,15 @@
-"""Buffered asynchronous rounds, which do not wait for the slowest device and accept late updates.
+"""Buffered asynchronous rounds.
 
     w_i ← w_i + Σ_k n_k s(τ_k) Δ_ki / Σ_k n_k          over the updates, of K, that sent weight i
 
 after Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba (FedBuff), AISTATS 2022, arXiv:2106.06639, Algorithm 1, with
 s(τ) = (1 + τ)^-a. ``buffer`` is K, ``staleness_exponent`` is a (0.5 in the paper), ``cohort`` the number of devices
-that train at a time, Δ_k the difference from the device's base model, τ versions old. n_k are sample counts as in other
-rounds; the paper weighs all updates equally.
+that train at a time, Δ_k the difference from the device's base model, τ versions old. n_k are sample counts; the paper
+weighs all updates equally.
 
-A device trains at most once in a round; when it has finished, another device starts. Updates count in the order of
-their acknowledgement: the first K in the open round, later ones in the next. The last round, and a round before a
-rollback or replacement, closes at once with all arrived updates.
+A device trains at most once in a round. Updates count in the order of their acknowledgement: the first K in the open
+round, later ones in the next. The last round, and a round before a rollback or replacement, closes at once with all
+arrived updates.
 """
 
 from __future__ import annotations
@@ -96,17 +96,14 @@ def working(db: Session, federation: Federation) -> dict[str, str]:
 
 
 def staleness_weight(models_behind: int, exponent: float) -> float:
-    """Return the weight s(τ) = (1 + τ)^-a of an update whose model is ``models_behind`` versions old."""
+    """Return the weight s(τ) = (1 + τ)^-a."""
     return float((1 + models_behind) ** -exponent)
 
 
 def bring_forward(
     manifest: Manifest, values: Array, mask: Mask | None, began: Tensors, now: Tensors, weight: float
 ) -> NDArray[np.float32]:
-    """Return an update's values relative to the model ``now``, float32 [count_values(manifest, mask)].
-
-    Its difference from ``began``, times ``weight``, is added to the current values.
-    """
+    """Return now + weight (values - began), float32 [count_values(manifest, mask)]."""
     moved = difference(manifest, began, values, mask)
     # Overflow gives infinite values, with which an update is left out.
     with np.errstate(over="ignore"):
@@ -121,7 +118,7 @@ def goes_on(db: Session, federation: Federation) -> bool:
 
 
 def is_final(federation: Federation, number: int) -> bool:
-    """Return True if a buffered round is the last one, which closes at once with all arrived updates."""
+    """Return True if a buffered round is the last one."""
     stopped = federation.status == "stopped"
     last = settings_of(federation).rounds
     asked = federation.rollback_version is not None or federation.replacement is not None

@@ -119,7 +119,7 @@ def reaches(budget: float, smallest: float) -> bool:
 
 
 def fewest_devices(settings: FederationSettings) -> int:
-    """Return the smallest number of devices with which a round can change the model: in a secure federation, a cell."""
+    """Return the smallest number of devices with which a round can change the model."""
     return least_cell(settings.secure_colluders) if settings.secure else 1
 
 
@@ -154,10 +154,7 @@ def _least(*limits: int | None) -> int | None:
 
 
 def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: int, number: int) -> list[str]:
-    """Draw a round's cohort and return its device names, sorted.
-
-    With noise every device is drawn independently; else ``cohort_policy`` applies.
-    """
+    """Draw a round's cohort and return its device names, sorted."""
     settings = settings_of(federation)
     secret = federation.secret
     if settings.noise_multiplier is not None:
@@ -259,7 +256,7 @@ def why_over(db: Session, federation: Federation) -> str | None:
 
 
 def what_is_missing(db: Session, federation: Federation, now: float) -> str | None:
-    """Describe the devices that a running federation needs for its next round; None if a round can open."""
+    """Describe the missing devices; None if a round can open."""
     if federation.status != "running" or open_round(db, federation):
         return None
     settings = settings_of(federation)

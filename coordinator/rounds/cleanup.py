@@ -76,7 +76,7 @@ def models_in_use(db: Session, federation: Federation) -> set[int]:
 def clear_all(store: Store, models: Models) -> None:
     """Remove files from killed processes in all federations, including deleted ones.
 
-    An error is logged, and affects neither other federations nor rounds.
+    An error is only logged.
     """
     with store.reading() as db:
         federations = db.scalars(select(Federation.id)).all()

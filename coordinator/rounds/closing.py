@@ -1,9 +1,8 @@
 """Closing of rounds: compute the next model from a round's sums, store it, and record it.
 
 The new model's files are written first, outside any transaction, because slow storage may need a minute. Then a short
-transaction checks that the round is still open and records the model. After a crash between the two, the round closes
-again; files without a record are never served. If only the transaction fails, it is repeated with the same model, so
-that noise is drawn once.
+transaction checks that the round is still open and records the model. If it fails, it is repeated with the same model,
+so that noise is drawn once.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Closing:
-    """The result of a round, kept until it is recorded."""
-
     round: int
     base: int
     # Files of the new model; None if there is no new model.
@@ -143,7 +140,7 @@ class Closing:
         return self.record(federation)
 
     def record(self, federation: Federation) -> bool:
-        """Write the next model's files, then record the close; return whether the round's sums can be dropped."""
+        """Write the model's files, then record the close; return whether the sums can be dropped."""
         closing = self._made[federation.id]
         number = closing.round
         files = closing.files

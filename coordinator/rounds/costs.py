@@ -43,7 +43,7 @@ _COST = (
 
 
 class UploadCosts:
-    """Upload costs, kept in memory until a round closes or a page is read, to save transactions."""
+    """Upload costs, kept in memory to save transactions."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

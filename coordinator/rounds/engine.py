@@ -9,16 +9,14 @@
 
 Round 0 is the preparation of a model by one device, if the method needs it; it repeats until an update comes.
 
-Devices' calls only record facts, each in one transaction. ``advance`` processes them, in one thread, after each fact
-and at every tick: it opens rounds, folds updates into running sums and closes rounds. Its transactions are refused if
-another process now advances the rounds (``storage.processes``).
+Devices' calls only record facts, each in one transaction. ``advance`` processes them in one thread, after each fact and
+at every tick. Its transactions are refused if another process advances the rounds (``storage.processes``).
 
-An update is on disk and in the records before it is acknowledged. The running sums are only in memory and are rebuilt
-after a restart. Updates are folded in the cohort's order (by device name), so the same updates give the same model bit
-for bit. An early update waits on disk, so memory does not grow with the cohort.
+Running sums are only in memory and are rebuilt after a restart. Updates are folded in the cohort's order (by device
+name), so the same updates give the same model bit for bit. Early updates wait on disk.
 
 A device that misses a deadline, or is silent for ``silence_seconds`` while its work is awaited, is not drawn until it
-asks for work; one that returns work is not drawn for a minute. A round without updates leaves the model unchanged.
+asks for work; one that returns work is not drawn for a minute.
 """
 
 from __future__ import annotations
@@ -86,8 +84,8 @@ _MOVING = select(Federation.id, Federation.name, Federation.status).where(
 class Rounds:
     """Run the rounds of all federations.
 
-    decoded: accepted updates that are still in memory. longest_pause: longest pause between polls, seconds. on_closed:
-    called with federation name, seconds and number of excluded updates. progress: called at each step, update and file.
+    longest_pause: longest pause between polls, seconds. on_closed: called with federation name, seconds and number of
+    excluded updates.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class Rounds:
                 extend_deadlines(db, federation, self._clock())
 
     def forget_sums(self) -> None:
-        """Discard the running sums, because another process may have advanced rounds; stored updates restore them."""
+        """Discard the running sums, because another process may have advanced rounds."""
         with self._advancing:
             self._folding.clear()
             self._closing.forget_all()
@@ -188,7 +186,7 @@ class Rounds:
     def _step_whole(self, federation_id: int) -> Step:
         """Advance by one step; if a stored update is damaged, request it again.
 
-        Raises Damaged for a damaged model: the federation waits until its operator has restored it.
+        Raises Damaged for a damaged model.
         """
         try:
             return self.step(federation_id)

@@ -1,9 +1,8 @@
 """Evaluations after a round: devices evaluate models on their own data.
 
-Devices evaluate their personal models every ``evaluation_interval`` rounds. The global model must be downloaded, so
-only a sample of ``global_evaluation_devices`` evaluates it, every ``global_evaluation_interval`` rounds and at the end.
-Without personal models, the sample evaluates at both intervals. At the end every device gets the finished model if a
-mixture with it may become the personal model.
+Devices evaluate their personal models every ``evaluation_interval`` rounds. The global model must be downloaded for
+this, so only a sample of ``global_evaluation_devices`` evaluates it, every ``global_evaluation_interval`` rounds and at
+the end. Without personal models, the sample evaluates at both intervals.
 
 With ``personal_model=fleet`` the end has two steps. Devices first ``compare`` their candidates with the finished model
 and report moments; the evaluation then carries the mean moments (``protocol.evidence``). In secure rounds the last
@@ -58,7 +57,7 @@ def ask_for_evaluation(
 
 
 def evaluate_in_between(db: Session, federation: Federation, before: int, now: float) -> None:
-    """Request the evaluations due after a round; ``before``: the number of the previous round."""
+    """Request the evaluations due after a round."""
     settings = settings_of(federation)
     number = federation.round
 

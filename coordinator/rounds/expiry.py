@@ -31,10 +31,7 @@ GAP_SECONDS = 10.0
 
 
 class Expiry:
-    """Close the work of late or silent devices in all federations.
-
-    longest_pause: longest pause between polls of a device without work, seconds.
-    """
+    """Close the work of late or silent devices. longest_pause: between polls without work, seconds."""
 
     def __init__(
         self, store: Store, clock: Callable[[], float], last_seen: LastSeen, longest_pause: Callable[[], float]
@@ -83,10 +80,7 @@ class Expiry:
                         note_failure(db, device, assignment, why, now)
 
     def withdraw_silent(self, federation: Federation, current: Round | None) -> bool:
-        """Close the awaited work of devices that were silent for ``silence_seconds``; return True if there was any.
-
-        Work that blocks no round stays open: adaptation, and work for everyone from an earlier round.
-        """
+        """Close the awaited work of devices that were silent for ``silence_seconds``; return True for any."""
         now = self._clock()
         if now - self._silent_seen.get(federation.id, -math.inf) < LOOK_SECONDS:
             return False

@@ -1,9 +1,8 @@
 """Failures of devices and their reasons, shown to operators until they are resolved.
 
-A failure is resolved when the device completes work of the same kind again. A failure of training lasts until an update
-is accepted, in a secure round until the phase in which it failed succeeds; evaluations do not end it. A failure of an
-evaluation lasts until an evaluation is accepted. A device that was interrupted has recovered with any accepted work. A
-lesser failure does not replace one that lasts longer.
+A failure of training lasts until an update is accepted, in a secure round until the phase in which it failed succeeds;
+evaluations do not end it. A failure of an evaluation lasts until an evaluation is accepted. A device that was
+interrupted has recovered with any accepted work.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ def rests(device: Device, now: float) -> bool:
 
 
 def note_failure(db: Session, device: Device, assignment: Assignment | None, reason: str, now: float) -> None:
-    """Record a device's failure, unless one that lasts longer is recorded. assignment: None without work.
-
-    If a device fails again, for any reason, the time of its first failure is kept.
+    """Record a device's failure, unless one that lasts longer is recorded. If a device fails again, the time of its
+    first failure is kept.
     """
     # PostgreSQL has no NUL in text, and a refusal may quote the update.
     reason = reason[:LONGEST_REASON].replace("\0", "\ufffd")

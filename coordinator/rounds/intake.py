@@ -5,13 +5,11 @@
     outlier_mads    largest distance of an update's root mean square difference from the round's median, in multiples of
                     1.4826 MAD, a normal distribution's standard deviation (Leys et al., J. Exp. Soc. Psychol. 2013)
 
-The root mean square, unlike the norm, allows comparing updates of unequal budgets. The MAD is at least 5 % of the
-median, so that nearly identical updates do not exclude the next one. Outliers, and the usual length of the first round,
-need all updates: these are measured first and folded when the round closes.
+The root mean square is comparable between unequal budgets. The MAD is at least 5 % of the median, so that nearly
+identical updates do not exclude the next one. Outliers, and the usual length of the first round, need all updates,
+which are then folded when the round closes.
 
-An update with values that are not finite in the federation's precision is refused (``fault_of_update``), or left out if
-they appear only in a sum with a newer model. If the round's sums have such values, the old model stays
-(``next_model``).
+If the sums have values that are not finite in the federation's precision, the old model stays (``next_model``).
 """
 
 from __future__ import annotations
@@ -63,10 +61,7 @@ DECODED_BYTES = 24 * 1024 * 1024
 
 
 class DecodedUpdates:
-    """Cache of accepted updates by key, so that each is decoded once; thread-safe.
-
-    It keeps the latest ``DECODED_BYTES``, so memory does not grow with the cohort.
-    """
+    """Cache of accepted updates by key, up to ``DECODED_BYTES``; thread-safe."""
 
     def __init__(self) -> None:
         self._updates: OrderedDict[str, bundle.Bundle] = OrderedDict()
@@ -110,10 +105,7 @@ def _bytes_of(decoded: bundle.Bundle) -> int:
 
 
 def values_of(manifest: Manifest, decoded: bundle.Bundle, sent: Tensors) -> NDArray[np.float32]:
-    """Return an update's values as model values; int8 updates are differences from ``sent``.
-
-    Values that do not fit float32 become infinite.
-    """
+    """Return an update's values as model values; int8 updates are differences from ``sent``."""
     if decoded.precision != "int8":
         return decoded.values
     with np.errstate(over="ignore"):
@@ -179,10 +171,7 @@ def _is_variance(spec: TensorSpec) -> bool:
 def sums_of(
     method: CoordinatorMethod, model: GlobalModel, situation: Situation, folder: Path, noise_key: bytes = b""
 ) -> Sums:
-    """Return empty sums for a round: robust, private, or the method's own.
-
-    The model that one device prepares (round 0) is used unchanged. noise_key: used only with noise.
-    """
+    """Return empty sums for a round: robust, private, or the method's own."""
     sums = method.aggregation.sums(model, situation)
     settings = situation.settings
     if isinstance(sums, OneUpdate):
@@ -253,7 +242,7 @@ class Intake:
         self._left_out[assignment_id] = why
 
     def finish(self, drawn: int, read: Callable[[str], Update]) -> None:
-        """Fold the measured updates except outliers. drawn: number of devices drawn. read: returns an update by key."""
+        """Fold the measured updates except outliers. read: returns an update by key."""
         if isinstance(self.sums, RobustSums):
             self.sums.drawn = drawn
         if not self._measured:
@@ -280,8 +269,7 @@ class Intake:
     def notes(self) -> dict[str, Any]:
         """Return notes for the round's record.
 
-        ``clipped``: assignment id -> scale factor. ``left_out``: assignment id -> reason. ``values_held_back``: number
-        of values excluded by a robust rule.
+        ``clipped``: assignment id -> scale factor. ``left_out``: assignment id -> reason.
         """
         found: dict[str, Any] = {}
         if self._clip is not None or self._clipped:
@@ -344,8 +332,8 @@ class Folding:
     """The sums of one open round.
 
     position: number of assignments examined in the cohort's order. taken: assignments whose updates were folded or
-    measured. last and behind, in a buffered round: number of the last arrival; age of each update in models. notes:
-    counts for the record. sizes: bundle bytes by part. progress: called at each update.
+    measured. last and behind, in a buffered round: number of the last arrival; age of each update in models. sizes:
+    bundle bytes by part.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """The time of each device's last call or last received piece of a body.
 
 Times are kept in memory and written together every ``WRITE_SECONDS``, so that polls and heartbeats need no transaction.
-Other processes of the same coordinator read them with this delay.
 """
 
 from __future__ import annotations

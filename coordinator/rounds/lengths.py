@@ -5,8 +5,7 @@ budgets have about the same norm (docs/results/security.md).
 
 The usual length is the lower median over the last ``WINDOW`` rounds; the first round uses its own. Lengths are taken
 after clipping, so a minority of malicious devices cannot raise it above the longest honest length. With the lower
-median, the longer of two updates does not determine its own bound. Lengths are kept in the rounds' notes, so a restart
-does not change the bound.
+median, the longer of two updates does not determine its own bound.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _LAST = (
 
 
 def norm_of(manifest: Manifest, sent: Tensors, values: Array, mask: Mask | None) -> float:
-    """Return the 2-norm of an update's difference from ``sent``, computed in chunks to bound memory."""
+    """Return the 2-norm of an update's difference from ``sent``, in chunks."""
     total = 0.0
     moved, scratch = np.empty((2, CHUNK_VALUES))
     for spec, place, part in unpack(manifest, values, mask):

@@ -120,7 +120,7 @@ class Opening:
     def extend(self, federation_id: int, number: int, *, late: bool) -> bool:
         """Restart a round's deadline and assign its work to one more device per missing update.
 
-        Return False if the deadline has not passed and no further device is free, because one may still enrol.
+        Return False if the deadline has not passed and no further device is free.
         """
         if not late and not self._somebody_is_free(federation_id, number):
             return False
@@ -238,7 +238,7 @@ class Opening:
 def _free(
     db: Session, federation: Federation, number: int, there: Sequence[Drawable]
 ) -> tuple[int, dict[str, Drawable]]:
-    """Return the number of devices assigned to round ``number``, and by name the devices that are free for it."""
+    """Return the number of assigned devices, and the free devices by name."""
     asked = {member.device_id for member in cohort_of(db, federation, number)}
     busy = asked.union(working(db, federation))
     return len(asked), {device.name: device for device in there if device.id not in busy}

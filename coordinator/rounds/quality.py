@@ -30,7 +30,7 @@ def note_quality(db: Session, federation: Federation, models: Collection[Model])
 
 
 def known_quality(db: Session, federation: Federation, models: Collection[Model]) -> dict[int, Quality]:
-    """Return the recorded quality of these models by version, for the newest with all evaluations so far."""
+    """Return the quality of these models by version, for the newest from all evaluations so far."""
     newest = sorted(models, key=lambda each: each.version)[-LOOK_BACK:]
     return noted(models) | quality_of(db, federation, newest)
 

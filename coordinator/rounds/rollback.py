@@ -1,7 +1,6 @@
 """Rollback to an older global model.
 
-The next round starts from it. Rounds whose models are discarded stay in the records, marked ``undone``. An open round
-closes first and is undone with the others.
+Rounds whose models are discarded stay in the records, marked ``undone``. An open round closes first.
 
 Devices are not notified: masks are sent as changes to the mask that the device reports, and a device with the model of
 an undone round receives the whole model. Personal models and parts do not change. A method with stages refuses a

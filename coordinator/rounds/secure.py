@@ -131,7 +131,7 @@ class SecureRounds:
         self._expire = expire
 
     def begin(self, db: Session, federation: Federation, current: Round, plan: Plan) -> None:
-        """Begin the first phase of a round whose ``keys`` assignments are new in this database session."""
+        """Begin a round whose ``keys`` assignments are new in this session."""
         manifest = self._models.manifest(federation)
         model = self._models.sent_digest(federation)
         digest = round_digest(manifest, model, settings_of(federation), plan, current.number)
@@ -144,7 +144,7 @@ class SecureRounds:
                 assignment.deadline_at = self._clock() + settings_of(federation).secure_phase_seconds
 
     def advance(self, federation: Federation, current: Round) -> bool | Ended:
-        """End the current phase if it is complete; return True for a change, or the end of the round."""
+        """End the current phase if it is complete; return True for a change."""
         state = state_of(current)
         settings = settings_of(federation)
         phase = state.phase

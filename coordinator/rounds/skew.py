@@ -1,7 +1,7 @@
 """The decision to adjust outputs by class frequencies if the labels are skewed enough (``protocol.skew``).
 
-In the first round devices report a sketch of their class frequencies, under masks in secure rounds. The coordinator
-computes the skew once, notes it in the round's record, and puts the decision into the plan of all later work.
+In the first round devices report a sketch of their class frequencies, under masks in secure rounds. The decision is in
+the plan of all later work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOTE = "label_skew_permille"
 
 
 def adjustment(db: Session, federation: Federation) -> dict[str, bool]:
-    """Return the decision for an assignment's plan; empty if it does not depend on the skew, or is still unknown."""
+    """Return the decision for an assignment's plan; may be empty."""
     settings = settings_of(federation)
     if not _depends(settings) or not federation.round:
         return {}
@@ -35,7 +35,7 @@ def adjustment(db: Session, federation: Federation) -> dict[str, bool]:
 
 
 def note_of(db: Session, federation: Federation, number: int, notes: Mapping[str, Any]) -> dict[str, int]:
-    """Return the skew for the notes of round ``number``; empty if not needed, or if too few devices reported labels."""
+    """Return the skew for a round's notes; empty if not needed or unknown."""
     settings = settings_of(federation)
     if not _depends(settings) or adjustment(db, federation):
         return {}

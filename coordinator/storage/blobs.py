@@ -2,10 +2,9 @@
 
 A key contains the digest of its content: ``3/models/000000012.SHA256.safetensors``, ``3/updates/ASSIGNMENT.SHA256``,
 ``3/masks/SHA256``. So a blob never changes under its key, and a changed, truncated or exchanged blob raises
-``errors.Damaged``. This is logged once, and the coordinator is not ready until the blob is intact.
+``errors.Damaged``. The coordinator is not ready until the blob is intact.
 
-``put`` is ``write`` followed by ``settle``; separate calls let many writers share the cost of making names durable. A
-blob exists completely or not at all.
+``put`` is ``write`` followed by ``settle``; separate calls let many writers share the cost of making names durable.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class Blobs(ABC):
     def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
         """Store ``data`` under ``key``, replacing a former blob; durable after ``settle``.
 
-        file: a local file with the same content that does not change any more, which may save a copy. It may be removed
-        at any time.
+        file: a local file with the same content, which may save a copy.
         """
 
     @abstractmethod
@@ -64,8 +62,7 @@ class Blobs(ABC):
     def load(self, key: str, *, needed: bool = True) -> memoryview:
         """Return a verified blob without an extra copy.
 
-        Raises Damaged if the blob is missing or does not match its key; FileNotFoundError if it is missing and not
-        ``needed``.
+        Raises Damaged, or FileNotFoundError for a missing blob that is not ``needed``.
         """
         wanted = digest_of(key)
         try:
@@ -133,8 +130,7 @@ def digest_of(key: str) -> str:
 class FolderBlobs(Blobs):
     """Blobs as files in ``root``.
 
-    A blob is written under a temporary name, flushed and renamed; then the folder is flushed. Partial files at start
-    belong to unacknowledged calls and are removed.
+    A blob is written under a temporary name, flushed and renamed; then the folder is flushed.
     """
 
     def __init__(self, root: Path, troubles: Troubles | None = None) -> None:
@@ -212,7 +208,7 @@ def make_folder(folder: Path) -> None:
 
 
 def private(path: str | Path, flags: int) -> int:
-    """Open a file that only its owner may read, and refuse links: an ``opener`` for ``open``."""
+    """Open a file that only its owner may read, as an ``opener``; refuse links."""
     return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
 
 
@@ -236,7 +232,7 @@ def read_file(path: Path) -> memoryview:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a file that was just written and no longer changes, without reading or copying it."""
+    """Map a file that no longer changes."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         return memoryview(mmap.mmap(file.fileno(), size, MAP_WHOLE, mmap.PROT_READ) if size else b"")

@@ -84,7 +84,7 @@ def open_database(where: Path | str) -> Engine:
 
 
 def seal(path: Path) -> None:
-    """Store the SHA-256 of a closed SQLite file, so that damage is found when it is opened again."""
+    """Store the SHA-256 of a closed SQLite file."""
     # SQLite detects damaged pages, but not a changed value.
     if path.exists() and not _wal_of(path).exists():
         digest = _sha256(path)
@@ -262,7 +262,7 @@ def _postgresql(address: str) -> Engine:
 
 
 def is_pooled(connection: psycopg.Connection[Any]) -> bool:
-    """Return True if a pooler, such as PgBouncer, is in between, which may assign a session per transaction."""
+    """Return True if a pooler, such as PgBouncer, is in between."""
     # A pooler announces a number of its own, not that of a server's process.
     row = connection.execute("SELECT pg_backend_pid()").fetchone()
     return row is None or row[0] != connection.info.backend_pid

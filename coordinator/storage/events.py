@@ -1,7 +1,7 @@
 """Events in the records (``sparrow.protocol.events``), each written by the transaction that causes it.
 
-The newest ``MOST_EVENTS`` events of each federation are kept, and the same number of its devices' events, so that
-frequent pauses of a device do not displace rollbacks by the operator.
+The newest ``MOST_EVENTS`` events of each federation are kept, and the same number of its devices' events, so that a
+device's frequent pauses do not displace others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Failures of storage, distinguished from programming errors and logged once.
 
-A full disk, a lost database or an unreachable object store is temporary or repaired by an operator. Callers therefore
-get an error that asks them to retry (``errors.Unavailable``, ``errors.DiskFull``), and the coordinator continues. The
-log has one line at the beginning and one at the end of a failure.
+Callers get an error that asks them to retry (``errors.Unavailable``, ``errors.DiskFull``), and the coordinator
+continues. The log has one line at the beginning and one at the end of a failure.
 """
 
 from __future__ import annotations
@@ -56,9 +55,7 @@ class Troubles:
             log.error("%s: %s (%s: %s)", what, error, type(cause).__name__, cause)
 
     def end(self, what: str, size: int) -> None:
-        """Record a successful write of ``size`` bytes. A write smaller than the failed one is not conclusive, because
-        it may fit.
-        """
+        """Record a successful write, unless it is smaller than the failed one."""
         # The usual case needs no lock.
         if what not in self._found:
             return
@@ -170,10 +167,7 @@ def of_database(error: SQLAlchemyError | sqlite3.Error) -> Unavailable:
 
 @contextmanager
 def database_errors(folder: Path) -> Iterator[None]:
-    """Context manager for commands: translate database errors, with the server's text.
-
-    folder: SQLite's folder. Raises DiskFull, Unavailable.
-    """
+    """Context manager for commands: translate database errors, with the server's text. Raises DiskFull, Unavailable."""
     try:
         yield
     except (SQLAlchemyError, sqlite3.Error) as error:

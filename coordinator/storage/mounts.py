@@ -1,6 +1,5 @@
-"""Detection of network file systems, which are unsafe for SQLite and durable files.
-
-They may grant a lock twice and acknowledge an fsync early, and SQLite's WAL needs shared memory.
+"""Detection of network file systems: they may grant a lock twice and acknowledge an fsync early, and SQLite's WAL needs
+shared memory.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ NETWORK_FUSE = re.compile(
 def network_type(folder: Path, mounts: str) -> str | None:
     """Return the type of the file system of ``folder`` if it is a network's, otherwise None.
 
-    mounts: the text of /proc/self/mountinfo; the last entry of a path is in effect.
+    mounts: the text of /proc/self/mountinfo.
     """
     found = ""
     longest = -1

@@ -1,8 +1,7 @@
 """Blobs as objects of S3-compatible storage, such as AWS, MinIO, Ceph and Garage.
 
 ``COORDINATOR_BLOBS=s3://BUCKET/PREFIX``. Credentials and endpoint come from the usual variables AWS_ACCESS_KEY_ID,
-AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL (which may be http://). An acknowledged object
-is durable and replaces the old one atomically.
+AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL (which may be http://).
 """
 
 from __future__ import annotations

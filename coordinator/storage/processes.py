@@ -8,15 +8,14 @@
               ``BEAT_SECONDS``. If it is killed, its advisory lock is released, and another process takes over at once.
               If it hangs, the lease expires.
     waking    LISTEN and NOTIFY: facts are sent to the process that advances rounds, and changes of rounds to all
-              waiting calls. Behind a pooler, which delivers no messages, waiting calls poll every
+              waiting calls. Behind a pooler, waiting calls poll every
               ``POOLED_SECONDS``.
 
-Locks belong to one transaction that stays open, not to a session, so they work behind a pooler that assigns a session
-to each transaction. The transaction reads no table, so it delays neither vacuum nor migrations.
+Locks belong to one open transaction, not to a session, which a pooler may reassign. It reads no table, so it delays
+neither vacuum nor migrations.
 
-A process that takes over starts a new epoch of the lease. Every transaction that advances rounds checks the epoch, so a
-replaced process that resumes cannot make changes. A process that hangs while it writes blocks all writers until the
-server ends its transaction (``database.IDLE_SECONDS``).
+Each takeover starts a new epoch of the lease, which every transaction that advances rounds checks, so a replaced
+process cannot make changes. The server ends the transaction of a process that hangs (``database.IDLE_SECONDS``).
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class SharedDatabase:
         session.execute(_TURN)
 
     def say_fact(self, session: Session) -> None:
-        """Notify the process that advances rounds of a fact when this transaction commits."""
+        """Notify the process that advances rounds when this transaction commits."""
         if self._epoch is None:
             session.execute(_SAY, {"channel": CHANNEL, "what": f"{FACT} {self._name}"})
 
@@ -146,12 +145,12 @@ class SharedDatabase:
         return self._epoch is not None
 
     def check_moves(self, session: Session) -> None:
-        """Raise Unavailable if this process was replaced; the transaction must have taken its turn."""
+        """Raise Unavailable if this process was replaced."""
         if self._epoch is None or session.scalar(_EPOCH) != self._epoch:
             raise Unavailable("another process now runs the rounds")
 
     def check_lease(self) -> None:
-        """Raise Unavailable if the lease has expired and no process has taken it over. Raises DBAPIError."""
+        """Raise Unavailable if the lease has expired. Raises DBAPIError."""
         with self._engine.connect() as connection:
             row = connection.execute(_LOOK).first()
         if row is None or row[1] < -LEASE_SECONDS:
@@ -225,7 +224,7 @@ class SharedDatabase:
     def listen(self, heard: Callable[[bool], None]) -> None:
         """Call ``heard`` in a thread for each message of other processes; True: a change of rounds, False: a fact.
 
-        It is called with True first and after every gap, in which messages are lost.
+        It is called with True first and after every gap.
         """
         self._start(self._listen, heard, name="listener")
 
@@ -249,7 +248,7 @@ class SharedDatabase:
                 self._connection = None
 
     def _come(self, *, may_be_first: bool) -> bool:
-        """Take the lock of a present process, after the first one has cleaned up; return True if this is the first."""
+        """Take the lock of a present process; return True if this is the first."""
         connection = self._engine.connect().execution_options(isolation_level="READ COMMITTED")
         # In the pool the transaction would end.
         connection.detach()
@@ -265,7 +264,7 @@ class SharedDatabase:
         return self._alone is not None
 
     def _enter(self, connection: Connection) -> bool:
-        """Take the lock, exclusively if no process has it; return False while another process enters or cleans up."""
+        """Take the lock, exclusively if it is free; return False while another process cleans up."""
         with self._engine.connect() as door:
             if not door.scalar(_ENTER) or not self._is_there(connection):
                 return False

@@ -101,8 +101,7 @@ class Store:
     """Records and blobs of a coordinator.
 
     Write transactions take turns, because a step of a round reads, decides and writes without other writes in between.
-    Facts of simultaneous callers share a transaction (``record_all``). ``on_commit`` gets the duration of each commit
-    in seconds.
+    ``on_commit`` gets the duration of each commit in seconds.
 
     With SQLite a lock on the data folder excludes a second process. With PostgreSQL several may share the blobs;
     ``processes`` describes their turns.
@@ -177,9 +176,8 @@ class Store:
     ) -> list[Result | BaseException]:
         """Do each of ``works`` in a transaction shared with other callers; return the result or error of each.
 
-        The facts, and the blobs under a work's keys, are durable on return. One caller writes for all callers waiting
-        at that time, with one commit and one flush per folder. If one work fails, the others are rolled back and done
-        again.
+        The facts, and the blobs under a work's keys, are durable on return. If one work fails, the others are rolled
+        back and done again.
         """
         facts = [_Fact(work, keys) for work, keys in works]
         self._facts.extend(facts)
@@ -282,12 +280,12 @@ class Store:
                 self.shared.say_moved()
 
     def listen(self, heard: Callable[[bool], None]) -> None:
-        """Call ``heard`` in a thread for each message of other processes; True: a change of rounds, False: a fact."""
+        """Call ``heard`` for each message of other processes, as ``SharedDatabase.listen``."""
         if self.shared is not None:
             self.shared.listen(heard)
 
     def keep_lease(self, is_alive: Callable[[], bool]) -> None:
-        """Renew the lease to advance rounds, if several processes share it, while ``is_alive`` returns True."""
+        """Renew the lease to advance rounds while ``is_alive`` returns True."""
         if self.shared is not None:
             self.shared.keep_lease(is_alive)
 
@@ -317,7 +315,7 @@ class Store:
             )
 
     def close(self) -> None:
-        """Close the database and release the folder after the current write; later calls raise Unavailable."""
+        """Close the database and release the folder after the current write."""
         with self._turns.turn(CLOSING_SECONDS):
             self._closed = True
             self._let_go()
@@ -344,7 +342,7 @@ class Store:
 
 
 def keep_private(folder: Path) -> None:
-    """Remove other users' access to a coordinator's files, or log a warning if it may not change the permissions."""
+    """Remove other users' access to a coordinator's files, or log a warning."""
     # The owner of a shared folder (sticky bit), or of a folder with other files in it, decides about access.
     inside = list(folder.iterdir())
     ours = [path for path in inside if path.name in ("blobs", "uploads", "lock") or path.name.startswith(RECORDS_FILE)]
@@ -363,7 +361,7 @@ def keep_private(folder: Path) -> None:
 
 
 def lock_folder(data_dir: Path, *, shared: bool = False) -> IO[str]:
-    """Return an open file that locks the folder; a ``shared`` lock excludes only exclusive ones. Raises DataInUse."""
+    """Return an open file that locks the folder. Raises DataInUse."""
     lock_file = os.fdopen(private(data_dir / "lock", os.O_RDWR | os.O_CREAT), "w")
     try:
         fcntl.flock(lock_file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

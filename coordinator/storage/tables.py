@@ -222,7 +222,7 @@ class Round(Base):
 class Model(Base):
     """A stored global model of a committed round or of the publication.
 
-    Only models in this table are served: a file of a failed transaction is unreferenced.
+    Only models in this table are served.
     """
 
     __tablename__ = "models"

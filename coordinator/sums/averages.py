@@ -3,11 +3,9 @@
     w_i <- sum over the devices k that sent i of n_k * w_ki / sum over the same devices of n_k        (FedSPU, Alg. 1)
 
 Numerators are float64; memory is about one model in float64, for any cohort. Under neuron masks all values between the
-same two neurons (a kernel's taps, the columns of a flattened channel) have the same senders, so one weight per pair
-suffices. Under a round's shared element mask one weight suffices for all.
+same two neurons have the same senders, so one weight per pair suffices.
 
-The last bits of float64 sums depend on the order, so the caller folds updates in the cohort's fixed order. Values that
-no device sent do not change.
+The last bits of float64 sums depend on the order, so the caller folds updates in the cohort's fixed order.
 """
 
 from __future__ import annotations
@@ -68,11 +66,9 @@ def add_in_place(total: Sum, values: Array, scale: float) -> None:
 class MaskedSums:
     """Numerators and weights of updates under neuron masks, or of whole models.
 
-    Numerators have the order of packed values, so that a whole model is added in one step. Tensors between the same
-    neurons (a layer's bias and norms) share their weights.
+    Numerators have the order of packed values, so that a whole model is added in one step.
 
-    everybody: a value that a device did not send counts as the global model's with the device's weight, as in a mean of
-    whole models. ``completed`` counts these values.
+    everybody: values that a device did not send count as the global model's; ``completed`` counts them.
     """
 
     def __init__(self, manifest: Manifest, *, everybody: bool = False) -> None:
@@ -136,9 +132,8 @@ class MaskedSums:
 class ElementSums:
     """Numerators and weights of updates under element masks, most of them under the round's ``mask``.
 
-    Those are summed packed and unpacked once. Maskable values of others are added to arrays of the model's shapes, made
-    on demand: complex numbers with the numerator as real and the weight as imaginary part, since scattered positions
-    cost a cache line each, and one line then holds both.
+    Those are summed packed. Maskable values of others are added to complex arrays of the model's shapes, numerator and
+    weight as real and imaginary parts: a scattered position then costs one cache line.
     """
 
     def __init__(self, manifest: Manifest, mask: ElementMask) -> None:
@@ -254,8 +249,7 @@ def blocks_of(mask: Mask | None) -> bytes | None:
 class BlockSums:
     """Numerators of updates under block masks, and each block's weight of senders.
 
-    everybody: untouched blocks count as no change, so a block's divisor is the weight of all updates, as in the code of
-    pFedGate's authors. ``masks``: the different masks of the updates.
+    everybody: untouched blocks count as no change, as in the code of pFedGate's authors.
     """
 
     def __init__(self, manifest: Manifest, *, everybody: bool = False) -> None:
@@ -283,9 +277,7 @@ class BlockSums:
         return self._weights > 0
 
     def mean(self, previous: Tensors) -> Tensors:
-        """Return the next global values by name, float32; blocks without a sender are those of ``previous``, bit for
-        bit.
-        """
+        """Return the next global values by name, float32; blocks without a sender are those of ``previous``."""
         table = self._manifest.block_table
         result: Tensors = {}
         for spec in self._manifest.shared:

@@ -2,25 +2,21 @@
 
     w ← w + (Σ_c clip(Δ_c, C) + N(0, (z C)²)) / m         C: update_clip, z: noise_multiplier, m: cohort
 
-After McMahan, Ramage, Talwar, Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018,
-arXiv:1710.06963, under these conditions:
+McMahan, Ramage, Talwar, Zhang, ICLR 2018, arXiv:1710.06963, with these conditions:
 
 - Δ_c is the change of an update, 0 for values not sent; its 2-norm over the whole model is at most C. Every coordinate
-  gets noise, so that the sent ones stay unknown. Updates have equal weights, because weights by examples would depend
-  on data. m is the setting, not the number of updates.
-- A drawn cohort without any update gets noise, too, because an unchanged model would reveal it.
-- Each device is drawn independently by the hash of its name and the round, with probability cohort / enrolled. The draw
-  does not depend on data or on other devices.
-- Cohorts are known, so no amplification by sampling is claimed: each round in which a device was drawn is one Gaussian
-  mechanism. epsilon is that of the most drawn device, an upper bound by Rényi accounting (Mironov 2017). Devices are
-  counted by name, also after a new enrolment.
-- Two runs are neighbours if one device's updates differ (``privacy_adjacency``): they are arbitrary (replacement) or
-  zeros (zero_out; Kairouz and others, ICML 2021, arXiv:2103.00039). Replacing an update of norm at most C changes the
-  sum by at most 2 C, zeroing it by C, so for replacement noise counts half.
+  gets noise, which hides the sent ones. Updates have equal weights, because weights by examples would depend on data. m
+  is the setting ``cohort``.
+- A cohort without updates gets noise, too: an unchanged model would reveal it.
+- Each device is drawn independently by the hash of its name and the round, with probability cohort / enrolled.
+- Cohorts are known, so sampling amplifies nothing: each round of a device is one Gaussian mechanism. epsilon is that of
+  the most drawn device, by Rényi accounting (Mironov 2017). Devices are counted by name, also after a new enrolment.
+- Two runs are neighbours if one device's updates differ (``privacy_adjacency``): arbitrarily (replacement), which
+  changes the sum by at most 2 C, or to zeros (zero_out; Kairouz and others, ICML 2021, arXiv:2103.00039), by at most C.
 - Reports on candidates at the end (``personal_model=fleet``) are summed with the same noise: one more event.
-- Noise is derived from a key of 256 random bits that stays in the records, from the round and from the round's sum. So
-  a round that is closed again gives the same model, and its noise cannot be averaged out. Different sums never share
-  noise, which would cancel in their difference.
+- Noise is derived from a secret key of 256 random bits, the round and its sum. So a round that is closed again has the
+  same noise, which cannot be averaged out; different sums have different noise, which does not cancel in their
+  difference.
 
 Numbers are doubles, with which a Gaussian is not exact (Mironov, CCS 2012); there is no defence against this.
 """
@@ -48,8 +44,7 @@ USUAL_TOLD = {"inverse_parts": 0.5, "gain": 0.5, "product": 0.25, "within": 0.5}
 def noise_of(key: bytes, round_number: int, sums: Sum) -> Sum:
     """Return a round's noise: independent standard normal draws, one per value of ``sums``.
 
-    It is a deterministic function of key, round and sums, pseudo-random in all of them (HMAC-SHA256 seeds PCG64 with
-    256 bits).
+    Deterministic: HMAC-SHA256 of key, round and sums seeds PCG64 with 256 bits.
     """
     query = round_number.to_bytes(8, "little") + hashlib.sha256(sums.tobytes()).digest()
     seed = int.from_bytes(hmac.digest(key, query, "sha256"), "little")

@@ -1,8 +1,7 @@
-"""Robust aggregation rules per coordinate, instead of a round's weighted mean, against a few malicious devices.
+"""Robust aggregation rules, instead of the weighted mean, against a few malicious devices.
 
-Of n drawn devices up to f = max(1, floor(share n)) may be malicious: they send any values under any accepted mask, in
-collusion. f is a share of the drawn devices, not of a coordinate's senders or of the answers, because malicious devices
-can send every coordinate and are never late.
+Of n drawn devices up to f = max(1, floor(share n)) may be malicious and collude. docs/methods.md, "Robust rules", has
+the threat model and each rule's guarantees.
 
     trimmed_mean   the mean of a coordinate's values without the f smallest and the f largest
     median         the middle value, or mean of two          (both: Yin, Chen, Ramchandran, Bartlett, ICML 2018,
@@ -11,23 +10,14 @@ can send every coordinate and are never late.
                    Blanchard, El Mhamdi, Guerraoui, Stainer, NIPS 2017, arXiv:1703.02757)
 
 Before any rule, each value is clipped to its tensor's bound: its distance from the old model becomes at most the lower
-median, over the updates that sent some of the tensor, of their largest distances in it. If at most half of these
-updates are malicious, the bound is at most the largest change by an honest device.
+median, over the updates that sent some of the tensor, of their largest distances in it. It is at most the largest
+change by an honest device, if at most half of these updates are malicious.
 
-Guarantees for each coordinate with up to f malicious devices:
-
-    trimmed_mean, median   With fewer than 2f + 1 senders (at least three) it keeps its old value. Otherwise it ends
-                           between the smallest and the largest clipped value of honest devices.
-    krum                   It moves by at most its bound. An update may be near the others and far off in one coordinate
-                           (El Mhamdi, Guerraoui, Rouault, ICML 2018). Fewer than 2f + 3 updates do not change the
-                           model. Methods whose devices send different parts of the model are refused.
-
-With more than f malicious devices, but at most half of the updates, the bound still holds. Values have equal weights,
-because a device could claim any number of examples.
+With fewer than 2f + 1 senders (at least three) a coordinate keeps its old value; krum needs 2f + 3 updates. Values have
+equal weights, because a device could claim any number of examples.
 
 Each update is written to an unnamed file, 4 bytes per value of the whole model, and read back in slices of coordinates.
-A slice of all updates has as many values as one model (at least 2^20). Memory is about 14 models in float32 for any
-cohort, plus two numbers per pair of updates for Krum.
+Memory is about 14 models in float32 for any cohort.
 """
 
 from __future__ import annotations

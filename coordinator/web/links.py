@@ -1,8 +1,7 @@
 """The link with which a phone becomes a device of a federation, and its QR code.
 
-The enrolment token is in the link's fragment, which browsers send to no server; it is not stored or logged here. A
-token with further rights gets no link. For a signed model, the fragment also names the publisher, and the page accepts
-no other.
+The enrolment token is in the link's fragment, which browsers send to no server; it is not stored or logged here. For a
+signed model, the fragment also names the publisher, and the page accepts no other.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from . import runtime
 def make(info: FederationInfo, server: str, token: str | None) -> JoinLink:
     """Return the join link of a federation at the coordinator's address ``server``, with hints.
 
-    An address such as localhost is replaced by this machine's address in its network. token: an enrolment token, if
-    devices need one. Raises NotFound if no page can take part, BadContent for the address.
+    An address such as localhost is replaced by this machine's address in its network. Raises NotFound if no page can
+    take part, BadContent for the address.
     """
     if "page" not in info.device_kinds:
         raise NotFound(f"pages cannot take part in {info.name}: {info.no_pages_because}; use sparrow join")
@@ -49,7 +48,7 @@ def make(info: FederationInfo, server: str, token: str | None) -> JoinLink:
 
 
 def command(info: FederationInfo, server: str, token: str | None) -> str:
-    """Return the command with which another device joins; arguments and errors as in ``make``."""
+    """Return the command with which another device joins."""
     address, _ = _reachable(server)
     words = ["sparrow", "join", "--server", address, "--federation", info.name]
     if info.publisher is not None:
@@ -59,7 +58,7 @@ def command(info: FederationInfo, server: str, token: str | None) -> str:
 
 
 def checked(token: str | None, federation: str, tokens: Tokens) -> str | None:
-    """Return the token if it permits enrolling in this federation and nothing else; None if devices need none.
+    """Return the token if it only permits enrolling in this federation; None if devices need none.
 
     Raises NotAllowed.
     """
@@ -87,7 +86,7 @@ def checked(token: str | None, federation: str, tokens: Tokens) -> str | None:
 
 
 def _reachable(server: str) -> tuple[str, str | None]:
-    """Return the address for phones, without a final slash, and this machine's address if it replaced the host."""
+    """Return the address for phones, and this machine's if it replaced the host."""
     wrong = BadContent("server: give the coordinator's address as http://HOST:PORT or https://HOST")
     if not server.isascii() or not server.isprintable() or set(server) & set(' "<>\\^`{|}@?#'):
         raise wrong

@@ -16,7 +16,7 @@ SCOPE = {"Service-Worker-Allowed": "../"}
 
 @cache
 def service_worker() -> File:
-    """Return the service worker, with the names of the page's files and a version that changes with any of them."""
+    """Return the service worker, with the names and a version of the page's files."""
     names = sorted(path.name for path in OWN.iterdir() if path.name not in (WORKER, MANIFEST))
     digest = hashlib.sha256()
     for name in (WORKER, *names):

@@ -1,7 +1,7 @@
 """Files of npm packages for pages, pinned by digest and kept beside the installation.
 
 onnxruntime-web (14 MB, a quarter of it compressed) trains. @noble/ed25519 checks signatures, for which browsers have no
-function over plain HTTP. ``sparrow web`` downloads both; neither the package nor the repository contains them.
+function over plain HTTP. ``sparrow web`` downloads both.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def missing() -> list[Package]:
 
 
 def why_not_there() -> str | None:
-    """Return the reason why pages are limited, with the command that fixes it, or None if no package is missing."""
+    """Return the reason why pages are limited, with the remedy, or None."""
     lacks = missing()
     if not lacks:
         return None

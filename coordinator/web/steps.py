@@ -1,7 +1,7 @@
 """Training steps for pages, optimised here for the number of neurons that a page trains.
 
-Devices with the SDK rewrite the published graph themselves, which browsers cannot. It takes long for a graph of
-thousands of nodes. So steps are made in a few processes with a deadline, and shared by all callers.
+Browsers cannot rewrite the published graph. This takes long for thousands of nodes, so steps are made in a few
+processes with a deadline, and shared by all callers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_ratio(ratio: float) -> None:
 
 
 class Steps:
-    """Cache of the last ``MOST_KEPT`` steps, for use on the event loop. stop: ends steps in progress."""
+    """Cache of the last ``MOST_KEPT`` steps, for use on the event loop."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop

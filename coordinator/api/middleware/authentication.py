@@ -1,8 +1,7 @@
 """Identification of every caller, and refusal of unknown callers.
 
 If all kinds of tokens are set, a caller without a valid one gets the same 401 for every path, existing or not, except
-pages and their files. Routes without a check of their own are protected, too. The rate limit of identified callers runs
-between the two middlewares of this file.
+pages and their files.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ class Authentication(Middleware):
 
 
 class UnknownCallers(Middleware):
-    """Refuse expired tokens, tokens of deleted federations, and, if all kinds are guarded, callers without a valid
-    token.
-    """
+    """Refuse expired tokens, and, if all kinds are guarded, callers without a valid one."""
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
         identity: Identity = scope["state"]["identity"]
@@ -83,7 +80,7 @@ class UnknownCallers(Middleware):
 
 
 def was_known(coordinator: Coordinator, scope: Scope) -> bool:
-    """Return whether the caller's token or session was valid at its last look-up, without reading the records."""
+    """Return whether the caller was known at its last look-up, without reading the records."""
     token, session = _sent(scope)
     if token is not None:
         return coordinator.devices.was_known(token) or coordinator.tokens.known_holder(token) is not None
@@ -91,7 +88,6 @@ def was_known(coordinator: Coordinator, scope: Scope) -> bool:
 
 
 def _sent(scope: Scope) -> tuple[str | None, str | None]:
-    """Return the Bearer token, or else the session in the browser's cookie."""
     scheme, _, sent = (header(scope, b"authorization") or "").partition(" ")
     if scheme.lower() == "bearer":
         return sent.strip() or None, None
@@ -145,7 +141,7 @@ def _look_up(coordinator: Coordinator, token: str) -> Caller | Holder:
 
 
 def _seen(coordinator: Coordinator, identity: Identity, receive: Receive) -> Receive:
-    """Note that a device was seen, now and with each piece of a body that it sends."""
+    """Note that a device was seen, now and with each piece of its body."""
     if not isinstance(identity.caller, Caller):
         return receive
     device_id = identity.caller.device_id

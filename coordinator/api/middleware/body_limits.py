@@ -1,8 +1,7 @@
 """Limits of the length and the transfer time of bodies.
 
-A slow body occupies a connection, memory and a place in the queue. In each interval of ``patience_seconds``, at least
-``bytes_per_second`` bytes per second must arrive. The total time is not limited; calls of senders that stall or send
-too slowly are ended.
+In each interval of ``patience_seconds``, at least ``bytes_per_second`` bytes per second must arrive. The total time is
+not limited.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ READS_ITSELF = re.compile(
 class TooSlow(RequestError, HTTPException):
     """The body did not arrive in time.
 
-    It is an HTTPException as well: FastAPI, which reads small bodies itself, passes on no other error.
+    It is an HTTPException as well, because FastAPI passes on no other error.
     """
 
     def __init__(self, detail: str) -> None:
@@ -69,7 +68,6 @@ class SmallBodies(Middleware):
 
 
 def _declared(headers: dict[bytes, bytes]) -> int:
-    """Return the declared length, or -1 if it is not a number."""
     text = headers.get(b"content-length", b"0")
     return int(text) if text.isdigit() and len(text) <= 18 else -1
 

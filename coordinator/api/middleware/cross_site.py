@@ -23,7 +23,6 @@ class CrossSite(Middleware):
 
 
 def _from_another_site(scope: Scope) -> bool:
-    """Return True if a page of another site makes a browser change something."""
     # The browser adds the session by itself, or no token is set at all.
     if scope["method"] in SAFE or (header(scope, b"authorization") or "")[:7].lower() == "bearer ":
         return False

@@ -1,7 +1,4 @@
-"""Refusal of calls with a NUL in their address or headers, which PostgreSQL cannot store.
-
-The messages of ``sparrow.protocol`` refuse it in bodies.
-"""
+"""Refusal of calls with a NUL in their address or headers, which PostgreSQL cannot store."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ EVENTS = re.compile(r"GET /v1/federations/[^/]+/events")
 class AddressLimits(Middleware):
     """Limit the calls of an address before its token is looked up: a few per turn of the event loop; 429 if too many.
 
-    A caller with a recently valid token passes, so that one bad device does not block others at its address.
+    A caller with a recently valid token passes, so that a bad device does not block others.
     """
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,7 +96,6 @@ def _address(coordinator: Coordinator, scope: Scope) -> str | None:
 
 
 def _count(coordinator: Coordinator, address: str | None, identity: Identity) -> float:
-    """Count a call; return the seconds that its caller must wait first."""
     limit: RateLimit | None
     if isinstance(identity.caller, Caller):
         limit, key = coordinator.by_device, identity.caller.device_id if address is not None else None

@@ -21,16 +21,13 @@ _WIRE = (WIRE_HEADER.lower().encode(), str(WIRE).encode())
 
 
 class RequestIds:
-    """Give each request an id, the caller's if it is well-formed, and observe its duration.
-
-    Each answer also names the version of the contract.
-    """
+    """Give each request an id, the caller's if it is well-formed, and observe its duration."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with its id, and count it."""
+        """Pass the request on."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         sent = header(scope, b"x-request-id") or ""

@@ -35,10 +35,7 @@ class Versions(Middleware):
 
 
 def _is_old_device(scope: Scope) -> bool:
-    """Return whether a first call, such as ``/v1/federations/NAME``, has the headers of devices without a version.
-
-    They may be unable to read the answer, and would report a wrong address.
-    """
+    """Return whether a first call, such as ``/v1/federations/NAME``, has the headers of devices without a version."""
     agent = header(scope, b"user-agent") or ""
     first = scope["path"].count("/") <= FIRST_SLASHES
     return first and agent.startswith("python-httpx") and header(scope, b"accept-encoding") == "identity"

@@ -1,7 +1,7 @@
 """The tables of the first release
 
 ``database.migrate`` creates the tables of a new database from ``tables.py`` and marks them with the newest revision, so
-this revision is empty. Later ones change existing tables.
+this revision is empty.
 """
 
 revision = "0001"
