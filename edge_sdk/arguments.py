@@ -69,7 +69,7 @@ def add_settings(parser: Parser, more: str = "") -> None:
 
 
 def settings_of(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Return fields of ``FederationSettings``. Names of no field are the method's own. Raises WrongUsage."""
+    """Return fields of ``FederationSettings``. Raises WrongUsage."""
     found: dict[str, str] = {}
     for name, value in pairs:
         if name in found:

@@ -7,8 +7,6 @@ All are ``SdkError``; their message has the remedy, ``exit_code`` is the command
     BadArgument         an argument is invalid; found before any work
     StateError          the state folder is in use, or belongs to another device
     NothingTrained      the device finished without a personal model
-
-See also ``reading.errors``, ``sparrow.protocol.errors``, ``engines.training``, ``sparrow.export.errors``, ``predict``.
 """
 
 from __future__ import annotations
@@ -152,7 +150,7 @@ class BadContent(Refused):
 
 
 class Blocked(Refused):
-    """A proxy or firewall between this machine and the coordinator refuses the call: change its configuration."""
+    """A proxy or firewall refuses the call: change its configuration."""
 
     exit_code = Exit.FAILED
 
@@ -223,7 +221,7 @@ class NoSuchPath(SystemFailed):
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Translate errors of the operating system and of missing memory into SdkErrors; other errors pass through."""
+    """Translate errors of the operating system and of missing memory into SdkErrors."""
     try:
         yield
     except OSError as error:

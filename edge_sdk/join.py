@@ -1,6 +1,6 @@
 """``sparrow join --server URL``: take part in a federation until it is finished.
 
-As a library: ``join(server, task, ...)`` with your own ``Task``. After an interruption, the same command resumes.
+After an interruption, the same command resumes.
 """
 
 from __future__ import annotations
@@ -212,9 +212,8 @@ def join(
     resumes. export: ONNX file for the personal model. client: replaces a new HTTP client for ``server``.
 
     on_progress: called on this thread after each training step and in each phase, replacing the progress bar and
-    messages; an exception it raises ends the work. stop: an Event, or a function that returns True to stop; checked
-    between training steps and every few seconds while waiting. Stopping returns open work, keeps the personal model of
-    the last complete round, and sets ``interrupted`` in the result.
+    messages; an exception it raises ends the work. stop: an Event, or a function that returns True to stop. Stopping
+    returns open work, keeps the personal model of the last complete round, and sets ``interrupted`` in the result.
 
     Raises SdkError, among them BadArgument for an invalid argument or task, DoesNotFit if the budget needs more memory,
     and NothingTrained if the device ends without a personal model, or if its first ``FAILURES`` rounds fail in a row.
@@ -292,7 +291,7 @@ def join(
 def _naming_fitting(
     missing: NotFound, transport: Transport, make_task: Callable[[FederationInfo, Manifest], Task]
 ) -> NotFound:
-    """Return the error for a missing default federation, with the names of those that this device's data fit."""
+    """Return the error for a missing default federation, with the names that this device's data fit."""
     try:
         there = transport.federations()
         fitting = [info.name for info in there[:MOST_TRIED] if _fits(transport, info, make_task)]
@@ -370,7 +369,7 @@ def _say_terms(session: Session, noise: LocalNoise | None, tell: ProgressReporte
 
 
 def _work_until_over(session: Session, tell: ProgressReporter, halt: Stop, export: Callable[[], Export | None]) -> bool:
-    """Take part until the federation is over; return True if the program stopped the device before that."""
+    """Take part until the federation is over; return True if stopped before."""
     try:
         # Stored now, so that the personal model can be exported without the coordinator later.
         with suppress(SdkError):
@@ -460,10 +459,7 @@ def _watchdog(
 
 
 def run_session(session: Session, tell: ProgressReporter, halt: Stop, export: Callable[[], Export | None]) -> None:
-    """Take steps until the federation is over. Raises Stopped.
-
-    After early stopping, export the personal model and keep answering evaluations.
-    """
+    """Take steps until the federation is over, with an export after early stopping. Raises Stopped."""
     stopped = session.progress.stopped_round is not None
     wait = STOPPABLE_POLL_SECONDS if halt.possible else LONG_POLL_SECONDS
     while True:
@@ -515,7 +511,7 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
 
 
 def default_name() -> str:
-    """Return the host's name, with characters replaced that device names must not contain."""
+    """Return the host's name as a valid device name."""
     name = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in socket.gethostname())
     return name.strip("._-")[:64] or "device"
 

@@ -3,7 +3,7 @@
     sparrow predict model.onnx --input week.csv --top 3
     sparrow predict model.onnx --input samples.npy --watch
 
-``Predictor`` is a loaded model; ``Watched`` reloads a model file when it is replaced.
+``Watched`` reloads a model file when it is replaced.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ class Predictor:
     def measure(self, sample: Array | None = None, repeats: int = 100, meter: EnergyMeter | None = None) -> Timing:
         """Measure the cost of a single sample over ``repeats`` runs.
 
-        sample: [1, *input_shape]; default: zeros, because a dense model's time does not depend on values. meter: also
-        measure joules, for another ``ENERGY_SECONDS``. Raises PredictError for a sample that does not fit.
+        sample: [1, *input_shape]; default: zeros. meter: also measure joules, for another ``ENERGY_SECONDS``. Raises
+        PredictError for a sample that does not fit.
         """
         sample = self._zeros() if sample is None else sample
         self._check(sample)
@@ -246,9 +246,9 @@ class Predictor:
 class Watched:
     """A predictor that reloads its model file when the file is replaced.
 
-    A new file is loaded and run once, then replaces the model atomically; a running prediction finishes with the old
-    model. A file that cannot be loaded, or has other shapes, is passed to ``report`` and ignored. Between ``start`` and
-    ``close`` (or as a context manager), a thread checks the file every ``seconds``; ``refresh`` checks it once.
+    A new file is loaded and run once, then replaces the model atomically. A file that cannot be loaded, or has other
+    shapes, is passed to ``report`` and ignored. Between ``start`` and ``close`` (or as a context manager), a thread
+    checks the file every ``seconds``.
     """
 
     def __init__(
@@ -405,8 +405,6 @@ def read_inputs(data: str, predictor: Predictor) -> Array | Sequence[Array]:
 
 @dataclass(frozen=True)
 class _Predicted:
-    """The result of the command for one model file. files: one per sample, if each sample is a file."""
-
     predictor: Predictor
     outputs: Array
     seconds: float

@@ -1,7 +1,7 @@
 """``sparrow profile --task cifar10 --budget 0.4``: predict and measure a training step on this device.
 
-Prints FLOPs, peak memory and seconds per step. ``join`` chooses its budget by the same predictions
-(``edge_sdk.budget.prediction``). Each budget is measured in a separate process that trains like a round.
+``join`` chooses its budget by the same predictions (``edge_sdk.budget.prediction``). Each budget is measured in a
+separate process.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ class Subject:
     engine: EngineChoice = "auto"
 
     def load(self) -> tuple[Task, Manifest, Rehearse]:
-        """Return the task for the chosen engine, its model's manifest, and the constructor of rehearsals.
-
-        Raises UnknownTask, DataError, UnsupportedLayer, CannotTrain.
+        """Return the task, its model's manifest, and the constructor of rehearsals. Raises UnknownTask, DataError,
+        UnsupportedLayer, CannotTrain.
         """
         task = replace(self._task(), compute=self.compute)
         if (builtin := load_builtin(task.name) if task.name in builtin_tasks() else None) is not None:

@@ -1,8 +1,8 @@
 """``sparrow publish``: create a federation on a running coordinator.
 
-As a library: ``publish(server, name, task, ...)``. For your own ``Task``, it sends the manifest, the ONNX skeleton, the
-compiled training step (``publishing.step``) and the weights; if the model is ``tasks.Seeded``, the weights of the
-federation's seed. A built-in task is sent by name and needs no PyTorch.
+For your own ``Task``, it sends the manifest, the ONNX skeleton, the compiled training step (``publishing.step``) and
+the weights; if the model is ``tasks.Seeded``, the weights of the federation's seed. A built-in task is sent by name and
+needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class PublishOptions:
     signing key, or its file, which is created if missing; None: the user's key (``publishing.signing``).
 
     admin_token: default: SPARROW_ADMIN_TOKEN. trust: certificates for https. patience_seconds: longest wait for a
-    coordinator that does not answer; None: no limit. progress: called with a description of each phase; by default it
-    is printed if stderr is a terminal.
+    coordinator that does not answer; None: no limit. progress: called with a description of each phase; default: print
+    it on a terminal.
     """
 
     running_statistics: RunningStatistics = "shared"
@@ -274,7 +274,7 @@ class _Model:
         return True
 
     def described(self) -> Tensors:
-        """Return the manifest and the graphs it names, as byte vectors to publish with the weights."""
+        """Return the manifest and the graphs it names, as byte vectors."""
         from .publishing.skeleton import make_skeleton
 
         self.progress("compiling the forward pass")
@@ -314,7 +314,7 @@ def _as_vector(signed: Publication) -> Tensors:
 
 
 def _first_digests(manifest: Manifest, settings: FederationSettings, weights: Tensors) -> Digests:
-    """Return digests of the initial weights; empty if the coordinator draws the method's weights."""
+    """Return digests of the initial weights, unless the coordinator draws them."""
     if load_method(settings.method).compose is not None:
         return {}
     return digests_of(initial_values(manifest, settings.seed, weights))
@@ -329,7 +329,7 @@ def _terms(
     first: Digests,
     edition: int = 1,
 ) -> Terms:
-    """Return the terms to sign. graphs: the published ones; the method may derive others from them."""
+    """Return the terms to sign. graphs: the published ones."""
     compose = load_method(settings.method).compose
     made = dict(graphs) if compose is None else compose(manifest, graphs, settings)[1]
     try:
@@ -360,7 +360,7 @@ def _next_terms(
 
 
 def _targets(task: Task, outputs: tuple[int, ...]) -> Targets | None:
-    """Return the manifest's description of the targets; None if it would equal the default. Raises BadArgument."""
+    """Return the manifest's description of the targets, or None. Raises BadArgument."""
     from .publishing.targets import ignored_label
 
     # Scores per pixel or character are classes, too, although a sample has no single label.
@@ -404,7 +404,7 @@ def _manifest(task: Task, example: Tensor, method: str, options: PublishOptions)
 def _compiled(
     task: Task, example: tuple[Tensor, Tensor], manifest: Manifest, progress: Callable[[str], object]
 ) -> dict[GraphName, bytes]:
-    """Return the graphs of training step and evaluation; log the reason and return no graphs if compiling fails."""
+    """Return the graphs of training step and evaluation; none, with a warning, if compiling fails."""
     try:
         # Imported here: a built-in task needs no onnx, and other versions of PyTorch may lack the private parts used.
         import torch

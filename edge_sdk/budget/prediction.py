@@ -1,8 +1,8 @@
 """Prediction of a round's memory, computing time and network traffic at a budget.
 
-The predictor rehearses a few training steps on a copy of the federation's model, with the engine that will train
-(``engines.rehearsal``, ``training.rehearsal``). Memory is extrapolated from few samples; seconds are timed, or on a
-simulated board computed from FLOPs.
+The predictor rehearses a few training steps on a copy of the federation's model (``engines.rehearsal``,
+``training.rehearsal``). Memory is extrapolated from few samples; seconds are timed, or on a simulated board computed
+from FLOPs.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ class Prediction:
 class Predictor:
     """Cached predictions for one device.
 
-    timed, memory: False omits them. board: a simulated board. rehearse: constructor of rehearsals; default: PyTorch's.
-    ``budgets``: those of ``BUDGETS`` that the method supports. ``samples``, ``held_out``: per batch, in training
-    and in evaluation. ``whole_flops``: of a step of the whole model. Raises the errors of training.
+    board: a simulated board. rehearse: constructor of rehearsals. ``budgets``: those of ``BUDGETS`` that the method
+    supports. ``samples``, ``held_out``: per batch, in training and in evaluation. ``whole_flops``: of a step of the
+    whole model. Raises the errors of training.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Predictor:
         return found
 
     def _seconds(self, rehearsal: Rehearsal, effort: Effort, flops: int, steps: int) -> tuple[float, float]:
-        """Return the seconds of a round, and the part that does not depend on the number of steps."""
+        """Return the seconds of a round, and the part independent of the steps."""
         if self._board is not None:
             samples = steps / len(self._task.train) * count_examples(self._task.train)
             return self._board.computing_seconds(round(flops * samples / rehearsal.samples)), 0.0

@@ -1,7 +1,7 @@
 """Preparation of a device before it enrols: thread count, memory format and budget.
 
 Thread count and memory format are chosen by timing, which takes at most 5 % of a round's training and about two
-seconds. The choice, and with it the last bits of a result, may differ between starts.
+seconds. The choice, and so the last bits of a result, may differ between starts.
 """
 
 from __future__ import annotations
@@ -102,10 +102,7 @@ class Preparation:
     def __call__(
         self, task: Task, manifest: Manifest, info: FederationInfo, rehearse: Rehearse = rehearse_torch
     ) -> Prepared:
-        """Choose compute and budget. rehearse: constructor of rehearsals for the engine that will train.
-
-        Raises DoesNotFit, naming a budget that fits.
-        """
+        """Choose compute and budget. rehearse: constructor of rehearsals. Raises DoesNotFit."""
         task = task.on(task.compute)
         settings = info.settings
         limit = partial(self._limit, task.compute.device)
@@ -187,10 +184,7 @@ def check_budget(budget: object) -> None:
 
 
 def fastest_compute(rehearsal: Rehearsal, settings: FederationSettings) -> Compute:
-    """Return the compute with the fastest thread count and memory format; unchanged if timing is not worth it.
-
-    This process then uses the chosen threads. Raises the errors of training.
-    """
+    """Return the compute with the fastest thread count and memory format; unchanged if timing is not worth it."""
     usual = rehearsal.task.compute
     steps = settings.local_steps or settings.local_epochs * len(rehearsal.task.train)
     if usual.device != "cpu" or rehearsal.flops(steps * rehearsal.samples, None) < WORTH_TRYING:
@@ -222,7 +216,6 @@ def fastest_compute(rehearsal: Rehearsal, settings: FederationSettings) -> Compu
 
 
 def _outputs_bytes(manifest: Manifest) -> int:
-    """Return the bytes of one sample's outputs of all layers with weights."""
     shapes = {spec.name: spec.shape for spec in manifest.tensors}
     # Output channels: the columns of an embedding's table; 1 for a scalar parameter.
     channels = {

@@ -123,7 +123,7 @@ class Corrected(NamedTuple):
 
 
 def correct(prediction: Prediction, learned: Learned, duty: float) -> Corrected:
-    """Return the corrected ``prediction``. duty: share of the time that the device computes."""
+    """Return the corrected ``prediction``."""
     computing = prediction.seconds * learned.seconds / duty
     down = round(prediction.bytes_down * learned.bytes_down)
     up = round(prediction.bytes_up * learned.bytes_up)
@@ -149,7 +149,7 @@ def choose(
 ) -> Choice:
     """Return the largest budget within ``limits``, or else the smallest, by binary search.
 
-    among: rising budgets; default: those of the method. duty: share of the time that the device computes.
+    among: rising budgets. duty: share of the time that the device computes.
     """
     budgets = among or predictor.budgets
     short = {}
@@ -248,8 +248,7 @@ def _advice(
 class BudgetController:
     """A device's budget, adapted after each round.
 
-    limits: returns the current limits, given a deadline in seconds. duty: returns the current share of computing time.
-    learned: corrections of an earlier start. keep: stores new corrections.
+    limits: returns the current limits, given a deadline in seconds. learned: corrections of an earlier start.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ REMEDIES = {
 
 
 def message_of(kind: type[Message], answer: httpx.Response) -> Message:
-    """Return the message in the answer. Raises NoCoordinator for any other content, such as a proxy's page."""
+    """Return the message in the answer. Raises NoCoordinator, for example for a proxy's page."""
     try:
         return kind.model_validate_json(answer.content)
     except ValidationError:
@@ -80,7 +80,7 @@ def message_of(kind: type[Message], answer: httpx.Response) -> Message:
 
 
 def read_all(kind: type[Message], answer: httpx.Response) -> list[Message]:
-    """Return the messages of a list in the answer. Raises NoCoordinator for any other content."""
+    """Return the messages of a list in the answer. Raises NoCoordinator."""
     try:
         return TypeAdapter(list[kind]).validate_json(answer.content)  # type: ignore[valid-type]
     except ValidationError:
@@ -106,7 +106,7 @@ def is_problem(answer: httpx.Response) -> bool:
 
 
 def problem_type(answer: httpx.Response) -> str:
-    """Return the type of a problem document without ``PREFIX``; empty if it has no type."""
+    """Return the type of a problem document without ``PREFIX``, or ""."""
     try:
         return str(answer.json()["type"]).removeprefix(PREFIX)
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -140,7 +140,7 @@ def check_version(answer: httpx.Response) -> None:
 
 
 def refusal_of(answer: httpx.Response) -> str:
-    """Return the text of a problem document, and whether the coordinator lacks the call because it is older."""
+    """Return the text of a problem document, and whether the coordinator is too old for the call."""
     detail = detail_of(answer)
     unknown = problem_type(answer) in ("InvalidRequest", "NotFound", "MethodNotAllowed")
     # Older coordinators do not name the version.
@@ -154,7 +154,7 @@ def _is_json(answer: httpx.Response) -> bool:
 
 
 def continued(answer: httpx.Response, first: int, size: int) -> int:
-    """Return the position of the next part. Raises NoCoordinator if the answer names none after ``first``."""
+    """Return the position of the next part. Raises NoCoordinator."""
     received = message_of(UpdateReceived, answer).received
     if not first < received < size:
         raise NoCoordinator(answer.status_code, f"it has received {received:,} bytes of {size:,}")

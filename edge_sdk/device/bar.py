@@ -14,7 +14,7 @@ BETWEEN = ("waiting", "paused", "stopped")
 
 
 class Bar:
-    """A progress bar over rounds; one line per round if stderr is no terminal. Quiet hides progress, not messages."""
+    """A progress bar over rounds; one line per round if stderr is no terminal."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet

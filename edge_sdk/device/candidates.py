@@ -49,7 +49,7 @@ class Candidates:
 
     @classmethod
     def of(cls, method: DeviceMethod, job: Job) -> Candidates:
-        """Return the candidates of a device. Raises BundleError if the payload is not the whole model."""
+        """Return the candidates of a device. Raises BundleError."""
         received = whole_model(job.manifest, job.received)
         own = job.engine.read() if job.state.personal is None else job.state.personal
         shared = {**own, **received}
@@ -101,7 +101,6 @@ def _losses(engine: Engine, tensors: Tensors, parts: list[Batch]) -> list[float]
 
 
 def _parts(batches: Batches) -> Iterator[Batch]:
-    """Yield the samples in at most ``MOST_PARTS`` parts, plus one per batch."""
     each = -(-count_examples(batches) // MOST_PARTS)
     for inputs, targets in map(as_arrays, batches):
         for start in range(0, len(targets), each):

@@ -1,8 +1,8 @@
 """HTTP with the coordinator: retries, resumed transfers, counted bytes.
 
 Temporary errors (no connection, time-out, 408, 429, 5xx) are retried after Retry-After plus a random wait, whose bound
-doubles, so that a fleet's calls are spread. Other refusals are raised by their problem type (``PROBLEMS``). Failed
-TLS handshakes are not retried. Interrupted downloads and large uploads resume.
+doubles, so that a fleet's calls are spread. Other refusals are raised by their problem type (``PROBLEMS``). Failed TLS
+handshakes are not retried.
 
 Answers are untrusted: they must be unencoded, bounded in size and faster than ``SLOWEST``; other answers count as
 missing.
@@ -68,7 +68,7 @@ Found = TypeVar("Found")
 class Traffic:
     """Bytes of HTTP bodies so far, including repetitions.
 
-    A payload sent with its assignment counts when it is used; ``earlier_seconds`` sums such payloads' transfer times.
+    ``earlier_seconds``: transfer times of payloads sent with their assignments.
     """
 
     down: int = 0
@@ -79,7 +79,7 @@ class Traffic:
 
 
 def token_of(*kinds: Literal["admin", "observer", "enrolment"]) -> str | None:
-    """Return the first of these tokens that the environment sets, such as SPARROW_ADMIN_TOKEN."""
+    """Return the first of these tokens that the environment sets."""
     return next(filter(None, (os.environ.get(f"SPARROW_{kind.upper()}_TOKEN") for kind in kinds)), None)
 
 
@@ -87,8 +87,7 @@ class Connection:
     """Calls to one coordinator, the base URL of ``client``.
 
     patience_seconds: wait for an answer before Unreachable is raised; None: no limit. first_seconds: the same until the
-    first answer, in case the address is wrong; None: patience_seconds. on_wait: called with (reason, seconds)
-    before each wait.
+    first answer; None: patience_seconds. on_wait: called with (reason, seconds) before each wait.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class Connection:
     ) -> Found:
         """Send ``body``; after an interruption, send only the missing part.
 
-        If a proxy refuses its length (413), send it in parts of half the length, and later bodies in such parts.
+        If a proxy refuses its length (413), send this and later bodies in parts of half the length.
         """
         digest = hashlib.sha256(body).hexdigest()
         size = len(body)
@@ -351,10 +350,7 @@ class Connection:
         return NoCoordinator(answer.status_code, detail)
 
     def _blocked(self, answer: httpx.Response) -> bool:
-        """Return True if a server in between refuses this call, although the coordinator can be reached.
-
-        If the coordinator cannot be reached, as behind a captive portal, the refusal is temporary.
-        """
+        """Return True if a server in between refuses this call, although the coordinator can be reached."""
         if is_problem(answer) or answer.status_code < 400:
             return False
         try:
@@ -370,7 +366,7 @@ class Connection:
         return tls.explain(error) or tls.hint(error, str(self._client.base_url))
 
     def silent(self, reason: str) -> Unreachable:
-        """Return the error for a coordinator that does not answer. It names the proxy of the calls, if there is one."""
+        """Return the error for a coordinator that does not answer, naming the proxy, if any."""
         server = self._client.base_url
         if self._through is None:
             return Unreachable(

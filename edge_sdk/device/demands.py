@@ -1,7 +1,4 @@
-"""Demands of the device's owner on rounds, checked before the device sends values of its model (docs/privacy.md).
-
-Without them, a device trusts the coordinator's statements on secure rounds, colluders and participants.
-"""
+"""Demands of the device's owner on rounds, checked before the device sends values of its model (docs/privacy.md)."""
 
 from __future__ import annotations
 

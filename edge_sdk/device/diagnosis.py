@@ -1,7 +1,6 @@
 """Likely causes of diverged training, in order: scale of the inputs, learning rate, clip.
 
-They are shown only to the device's user. The coordinator receives the failure's code (``protocol.failures``), because
-measurements of a device's data must not leave it.
+They are shown only to the device's user, because measurements of a device's data must not leave it.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Spread:
 
 
 def diagnose(error: TrainingDiverged, settings: FederationSettings, batches: Batches) -> str:
-    """Return the text of an error with its likely causes. batches: training data."""
+    """Return the text of an error with its likely causes."""
     if error.advice is not None and not isinstance(error, UnsoundModel):
         return str(error)
     try:

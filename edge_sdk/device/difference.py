@@ -17,7 +17,7 @@ WHOLE = 31 / 32
 
 
 def subtract(tensors: Tensors, reference: Tensors) -> Tensors:
-    """Return the difference of ``tensors`` from ``reference``, of the same shapes and types."""
+    """Return the difference of ``tensors`` from ``reference``."""
     difference: Tensors = {}
     for name, tensor in tensors.items():
         if name not in reference or tensor.dtype != np.float32:
@@ -34,7 +34,7 @@ def subtract(tensors: Tensors, reference: Tensors) -> Tensors:
 
 
 def add(difference: Tensors, reference: Tensors) -> Tensors:
-    """Restore the tensors from their difference, as new arrays. Raises BundleError for an inconsistent difference."""
+    """Restore the tensors from their difference, as new arrays. Raises BundleError."""
     tensors = {name: np.array(tensor, order="C") for name, tensor in reference.items()}
     for name, stored in difference.items():
         base, _, part = name.rpartition(":")

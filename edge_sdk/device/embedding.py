@@ -76,7 +76,7 @@ class ProgressReporter:
         self._tell(replace(self._last, text=text))
 
     def unreachable(self, server: str, reason: str, seconds: float) -> None:
-        """Report that the coordinator does not answer; the next try is in ``seconds``."""
+        """Report that the coordinator does not answer; next try in ``seconds``."""
         text = f"{server} does not answer ({reason}); trying again in {seconds:.1f} s"
         self._tell(replace(self._last, phase="unreachable", text=text))
 

@@ -1,7 +1,6 @@
 """Export of a device's personal model: the smallest ONNX file with the same predictions as its engine.
 
-The passes take about a second per 40 MB of weights on a server's core. Most of the time goes into the comparison, which
-ends after ``SAMPLES`` samples or ``SECONDS`` of the engine's time; an export takes at most about a minute.
+The passes take about a second per 40 MB of weights. The comparison ends after ``SAMPLES`` samples or ``SECONDS``.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class Export:
 def export_personal(path: Path, source: Source, engine: Engine, task: Task) -> Export:
     """Write the smallest ONNX file that agrees with ``engine`` on validation data.
 
-    If the task's data were prepared, the file takes raw samples. Raises ExportError, in particular NotTheSame if even
-    the dense model disagrees.
+    If the task's data were prepared, the file takes raw samples. Raises ExportError.
     """
     engine.load({spec.name: source.tensors[spec.name] for spec in source.manifest.kept})
     reference = reference_of(engine, task)

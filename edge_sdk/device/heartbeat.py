@@ -16,8 +16,7 @@ BEATS = 3
 def heartbeat(transport: Transport, assignment_id: str, silence_seconds: float) -> Iterator[None]:
     """Send heartbeats for an assignment from a daemon thread, every third of ``silence_seconds``.
 
-    Missed answers are ignored. If the coordinator no longer waits for the assignment, heartbeats end, but work
-    continues.
+    If the coordinator no longer waits for the assignment, heartbeats end, but work continues.
     """
     over = threading.Event()
 

@@ -1,10 +1,9 @@
 """Logit adjustment: adding a device's class frequencies to its outputs, so that the model need not learn them.
 
-Menon, Jayasumana, Rawat, Jain, Veit, Kumar, "Long-tail learning via logit adjustment", ICLR 2021, arXiv:2007.07314,
-Eq. 10; between devices: Zhang, Li, Li, Xu, Wu, Ding, Wu, "Federated Learning with Label Distribution Skew via Logits
-Calibration", ICML 2022, and Chen, Chao, "On Bridging Generic and Personalized Federated Learning for Image
-Classification" (FedRoD), ICLR 2022, arXiv:2107.00778. With π_k(y) the share of class y in device k's training samples,
-smoothed by ``PSEUDO_COUNT``, and τ the federation's ``logit_adjustment``, device k trains and predicts with
+Menon, Jayasumana, Rawat, Jain, Veit, Kumar, ICLR 2021, arXiv:2007.07314, Eq. 10; between devices: Zhang, Li, Li, Xu,
+Wu, Ding, Wu, ICML 2022, and Chen, Chao (FedRoD), ICLR 2022, arXiv:2107.00778. With π_k(y) the share of class y in
+device k's training samples, smoothed by ``PSEUDO_COUNT``, and τ the federation's ``logit_adjustment``, device k trains
+and predicts with
 
     z + τ (log π_k + log C)
 
@@ -87,7 +86,7 @@ class LabelPrior:
             )
 
     def received(self, job: Job) -> Job:
-        """Return the job with the prior added to its payload, if this round adjusts outputs."""
+        """Return the job with the prior added to its payload, if needed."""
         if job.received is None or not adjusts(job):
             return job
         values = self._moved(job.received.values, job.received.mask, 1)
@@ -115,12 +114,12 @@ class LabelPrior:
 
 
 def adjusts(job: Job) -> bool:
-    """Return True if a round adjusts outputs; with ``logit_adjustment_from`` its plan decides."""
+    """Return True if a round adjusts outputs."""
     return not job.assignment.settings.logit_adjustment_from or job.assignment.plan.get(ADJUSTS) is True
 
 
 def asks_for_labels(job: Job) -> bool:
-    """Return True if devices should report a sketch of their labels, because the adjustment is undecided."""
+    """Return True if devices should report a sketch of their labels."""
     settings = job.assignment.settings
     return bool(settings.logit_adjustment and settings.logit_adjustment_from) and ADJUSTS not in job.assignment.plan
 

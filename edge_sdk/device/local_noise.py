@@ -2,10 +2,9 @@
 
     Δ ← (w_k - w^t) · min(1, C / ‖w_k - w^t‖₂);   send w^t + Δ + N(0, (z C)²)         C: the clip, z: the multiplier
 
-The clip follows Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, arXiv:1607.00133, Algorithm 1, on a
-whole update instead of one sample's gradient; the noise is the Gaussian mechanism. Neighbouring data sets replace all
-of a device's data, so the sensitivity is 2 C. Every sent update counts as one mechanism; epsilon is that of their
-composition.
+The clip follows Abadi et al., CCS 2016, arXiv:1607.00133, Algorithm 1, on a whole update instead of one sample's
+gradient; the noise is the Gaussian mechanism. Neighbouring data sets replace all of a device's data, so the sensitivity
+is 2 C. Every sent update counts as one mechanism; epsilon is that of their composition.
 
 Noise comes from the operating system, never from the federation's seed. A repeated update is sent from the outbox, byte
 for byte; a repeated round has not sent an update yet and draws new noise. A device with local noise withholds all other
@@ -128,7 +127,6 @@ class LocalNoise:
 
 
 def _methods() -> list[str]:
-    """Return the names of the installed methods that can add local noise."""
     found = []
     for name in installed("sparrow.device_methods"):
         # Methods that need PyTorch may fail to load.
@@ -153,7 +151,7 @@ def withhold(trained: Trained) -> Trained:
 
 
 def count_update(updates: Mapping[float, int], noise: LocalNoise | None, update: Update | None) -> Mapping[float, int]:
-    """Return multiplier (0 without noise) -> number of updates, including ``update`` if any."""
+    """Return multiplier (0 without noise) -> number of updates."""
     if update is None:
         return updates
     multiplier = 0.0 if noise is None else float(noise.multiplier)

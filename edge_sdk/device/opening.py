@@ -60,7 +60,7 @@ def choose_compute(
 ) -> tuple[EngineChoice, Compute]:
     """Return the engine, if already determined, and the compute.
 
-    Raises CannotTrain if the engine's package is missing, BadArgument if the engine does not support the options.
+    Raises CannotTrain, BadArgument.
     """
     if accelerator == "cuda" or bfloat16:
         if engine == "onnx":
@@ -76,7 +76,7 @@ def choose_engine(asked: EngineChoice, task: Task, manifest: Manifest, method: s
     """Return the engine for ``task`` and a method.
 
     ``auto`` is ONNX Runtime, unless it cannot train this, or the task has a model for a GPU or bfloat16. Raises
-    CannotTrain if the engine is missing or cannot train this, BadArgument if PyTorch needs a model that the task lacks.
+    CannotTrain, and BadArgument if PyTorch needs a model that the task lacks.
     """
     lacks = _onnx_lacks(manifest, method)
     compute = task.compute
@@ -110,8 +110,7 @@ def open_torch(
 ) -> tuple[Prepared, Engine]:
     """Check model and data; return the prepared task and PyTorch's engine.
 
-    values: the federation's frozen values, and the initial values of a device's own part. Raises BadArgument,
-    ManifestError, DoesNotFit.
+    Raises BadArgument, ManifestError, DoesNotFit.
     """
     # Imported here, because the other engine needs no PyTorch.
     from ..training.checking import check_task, suited_to_model
@@ -141,7 +140,7 @@ def open_onnx(
     """Return the prepared task and ONNX Runtime's engine for a federation's step.
 
     free: bytes that training may add. trial: first run the step once in a separate process. Raises as ``share_onnx``;
-    TooCostly if the device cannot afford the graphs for its batches.
+    TooCostly.
     """
     from ..engines.onnx import Sessions
     from ..engines.rehearsal import OnnxRehearsal
@@ -208,8 +207,7 @@ def fetch_graphs(
 ) -> tuple[Graphs, tuple[Needs, Needs]] | None:
     """Return the checked graphs of training step and evaluation, with their memory and work; None if unpublished.
 
-    frozen, first: frozen values, and initial values of a device's own part. Raises GraphError if a graph differs from
-    the manifest or is not allowed.
+    Raises GraphError if a graph differs from the manifest or is not allowed.
     """
     if "step" not in manifest.graphs:
         return None
@@ -260,7 +258,7 @@ def types_of(graphs: Graphs) -> Taken:
 
 
 def take_values(model: nn.Module, manifest: Manifest, values: Tensors) -> None:
-    """Load the federation's values into a model, and make exactly the manifest's trainable tensors trainable."""
+    """Load the federation's values into a model, and make the manifest's trainable tensors trainable."""
     from ..training.local import set_tensors
 
     set_tensors(model, values)
@@ -270,7 +268,7 @@ def take_values(model: nn.Module, manifest: Manifest, values: Tensors) -> None:
 
 
 def check_model(model: nn.Module, manifest: Manifest) -> None:
-    """Raise ManifestError, naming the tensor, unless the task's model matches the federation's."""
+    """Raise ManifestError unless the task's model matches the federation's."""
     state = model.state_dict(keep_vars=True)
     untied = [alias for alias, name in manifest.aliases.items() if state.get(alias) is not state.get(name)]
     if untied:

@@ -1,7 +1,7 @@
 """The policy that decides when this device may train; ``edge_sdk.device.watchdog`` enforces it.
 
-All limits are optional. Limits come in pairs, so that a device does not alternate: work begins at ``battery_start`` and
-continues down to ``battery_stop``; it pauses at ``pause_celsius`` and resumes at ``resume_celsius``.
+Limits come in pairs, so that a device does not alternate: work begins at ``battery_start`` and continues down to
+``battery_stop``.
 
 The defaults for phones follow Bonawitz et al., arXiv:1902.01046 (idle, charging, unmetered); the numbers are this
 project's choice.
@@ -104,8 +104,7 @@ class Policy(BaseModel):
     def for_board(cls, kind: str, *, board: str = "", memory_bytes: int = 0, has_battery: bool = False) -> Policy:
         """Return the defaults for a kind of device: phone, laptop, raspberry-pi, jetson or linux.
 
-        board: name, for a board that throttles early. has_battery: whether it can run without external power. Other
-        Linux machines on mains have no limits.
+        board: name, for a board that throttles early.
         """
         memory = memory_bytes / MIB
         if kind == "phone":

@@ -131,7 +131,6 @@ def result_before(progress: Progress, name: str, budget: float, noise: LocalNois
 
 
 def _warnings(progress: Progress, *, tuned: bool = False) -> Iterator[str]:
-    """Yield warnings about the personal model. tuned: it is fine-tuned at the end."""
     if progress.failures and not progress.rounds:
         yield (
             f"warning: this device has trained nothing: {failed(progress.failures)}; the last error: "
@@ -164,7 +163,6 @@ def _warnings(progress: Progress, *, tuned: bool = False) -> Iterator[str]:
 
 
 def _of_new_data(progress: Progress) -> Iterator[str]:
-    """Yield a warning if the best model is worse on new validation data."""
     new = progress.new_data
     if new is None or (new.after is not None and not _worse(new.after, new.before)):
         return

@@ -20,7 +20,7 @@ from ..methods.merging import sent_values
 def round_update(job: Job, update: Update, feedback: Tensors) -> tuple[Quantised, Tensors]:
     """Return a quantised update and its rounding residual (``quantization``).
 
-    feedback: the previous residual, name -> float32; may be empty.
+    feedback: the previous residual, name -> float32.
     """
     manifest = job.manifest
     mask = update.mask

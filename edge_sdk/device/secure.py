@@ -3,7 +3,7 @@
     secure.json   secrets of the current round, readable only by the owner
     peers.json    identity keys of known devices, by name; a changed key is refused
 
-Both are written before an answer is sent, so that a device repeats the same answer after a crash.
+Both are written before an answer is sent, so that it is the same after a crash.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class SecureRound:
 
 
 def _clipped(change: NDArray[np.float32], settings: FederationSettings, scale: Scale) -> NDArray[np.float32]:
-    """Return the change clipped to ``update_clip`` (2-norm); with differential privacy, the bound holds after rounding.
+    """Return the change clipped to ``update_clip`` (2-norm), with differential privacy also after rounding.
 
     Raises BadSecret if rounding alone exceeds the bound.
     """

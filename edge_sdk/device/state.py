@@ -13,12 +13,11 @@
       first.values  mask.bits
       lock
 
-All files are checked against digests before use. A damaged model, progress, outbox or identity stops the device with
-advice; other files are downloaded or made again.
+All files are checked against digests before use. A damaged model, progress, outbox or identity stops the device; other
+files are made again.
 
 Files are replaced atomically. Model and progress share a file, because a new model with an old counter would train a
-round twice; progress.json names the save it belongs to. The outbox is written first and counts when the progress names
-it; after a crash in between, the device repeats the round with the same result.
+round twice. The outbox is written first and counts when the progress names it.
 """
 
 from __future__ import annotations
@@ -212,10 +211,7 @@ class Progress(BaseModel):
 
 
 class FolderLock:
-    """Lock a folder for this process, creating it if missing; a context manager. Raises StateError.
-
-    durable: flush new folders to disk.
-    """
+    """Lock a folder for this process, creating it if missing; a context manager. Raises StateError."""
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
         try:
@@ -329,10 +325,7 @@ class StateFolder:
         self._write("identity.json", personal.sign(json.dumps(kept, indent=1).encode()))
 
     def load(self, manifest: Manifest) -> tuple[Tensors | None, Progress]:
-        """Return the personal model (None before the first download) and its progress.
-
-        Sets ``own``, the method's arrays, and ``feedback``, the rounding residual: name -> float32.
-        """
+        """Return the personal model, if any, and its progress; set ``own`` and ``feedback``."""
         saved = self._read(personal.MODEL)
         digest = manifest.values_digest
         tensors = None
@@ -377,7 +370,7 @@ class StateFolder:
         return Progress() if saved is None else saved.progress
 
     def best(self, manifest: Manifest) -> Tensors | None:
-        """Return the best personal model, or None. Raises StateError for a damaged file or another model's."""
+        """Return the best personal model, or None. Raises StateError."""
         saved = self._read(personal.BEST)
         if saved is None:
             return None
@@ -494,7 +487,7 @@ class StateFolder:
         return body
 
     def put_owed(self, pending: Pending) -> None:
-        """Store the current rounding residual until the update ``pending`` is accepted; call before ``save``."""
+        """Store the rounding residual until ``pending`` is accepted; call before ``save``."""
         note = json.dumps({"sha256": personal.UNSIGNED, "update": pending.sha256})
         self._write(OWED, personal.sign(checkpoint.save(self.feedback, note)))
 
@@ -524,7 +517,7 @@ class StateFolder:
         return path.read_bytes() if path.exists() else None
 
     def cache(self, name: str, data: bytes, *, durable: bool = True) -> None:
-        """Write a file of the folder. durable: False if its reader checks a digest and can download it again."""
+        """Write a file of the folder. durable: False if it can be downloaded again."""
         write_atomically(self.path / name, data, durable=durable and self._durable)
 
     def _write(self, name: str, data: bytes) -> None:

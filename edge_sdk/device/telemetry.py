@@ -64,7 +64,7 @@ class Measured:
 
 
 class Telemetry:
-    """Measures the phases of one device. read: returns temperature and throttling; on_phase: called with each name."""
+    """Measures the phases of one device. read: returns temperature and throttling."""
 
     def __init__(
         self,
@@ -135,10 +135,7 @@ def _within(value: float | None, least: float, most: float) -> float | None:
 
 
 class SimulatedTelemetry(Telemetry):
-    """The costs of phases on a simulated board, computed from bytes and FLOPs.
-
-    A phase with unknown FLOPs has this machine's seconds and no joules.
-    """
+    """The costs of phases on a simulated board, computed from bytes and FLOPs."""
 
     def __init__(self, board: Board, traffic: Traffic, clock: Callable[[], float] = time.monotonic) -> None:
         self._board = board

@@ -1,7 +1,7 @@
 """A check that this device can train.
 
-Training needs a 64-bit Python with ONNX Runtime or PyTorch; other devices can still run an exported model. The running
-Python decides, not ``uname``: a 64-bit kernel often runs a 32-bit system.
+Training needs a 64-bit Python with ONNX Runtime or PyTorch; other devices can still run an exported model. ``uname`` is
+not used: a 64-bit kernel often runs a 32-bit system.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ def check(
     platform: str = sysconfig.get_platform(),
     module: str | None = "torch",
 ) -> None:
-    """Raise CannotTrain unless a Python, by default this one, can train.
-
-    module: imported, to check that it loads; None: not checked.
-    """
+    """Raise CannotTrain unless a Python, by default this one, can train. module: imported, if given."""
     if pointer_bytes < 8:
         raise CannotTrain(
             f"this device cannot train, because its Python has {8 * pointer_bytes} bits ({platform}), and PyTorch and "

@@ -36,8 +36,6 @@ EVALUATION_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 @dataclass(frozen=True)
 class _Brought:
-    """A payload received with its assignment, and the transfer time of the answer."""
-
     assignment_id: str
     body: bytes
     seconds: float
@@ -78,7 +76,7 @@ class Transport(Connection):
         return self.ask_all(messages.DeviceReport, f"/v1/federations/{name}/rounds/{number}/reports")
 
     def devices(self, name: str, where: str = "") -> list[messages.DeviceInfo]:
-        """Return the devices of a federation that a selection by tags selects; empty: all."""
+        """Return the devices of a federation, or those with these tags."""
         chosen = f"?where={quote(where)}" if where else ""
         return self.ask_all(messages.DeviceInfo, f"/v1/federations/{name}/devices{chosen}")
 
@@ -95,7 +93,7 @@ class Transport(Connection):
         return self.call("GET", f"/v1/federations/{name}/{path}", most=MAX_FILE).content
 
     def evaluation(self, name: str, body: bytes) -> messages.Evaluation:
-        """Return the coordinator's evaluation of its global model. body: a safetensors file of inputs and targets."""
+        """Return the coordinator's evaluation of its global model. body: inputs and targets as safetensors."""
         path = f"/v1/federations/{name}/model/evaluation"
         return self.send(messages.Evaluation, PUBLICATION, path, body, timeout=EVALUATION_TIMEOUT)
 
@@ -182,10 +180,7 @@ class Transport(Connection):
         self.call("DELETE", f"/v1/federations/{name}")
 
     def join_link(self, name: str, wanted: messages.MakeJoinLink) -> messages.JoinLink:
-        """Return the link by which a browser joins a federation.
-
-        Raises NotFound if browsers cannot join, NotAllowed for the link's token.
-        """
+        """Return the link by which a browser joins. Raises NotFound if browsers cannot join, NotAllowed."""
         return self.ask(messages.JoinLink, "POST", f"/v1/federations/{name}/join-link", **_json(wanted))
 
     def create_token(self, wanted: messages.CreateToken) -> messages.MadeToken:
@@ -237,7 +232,7 @@ class Transport(Connection):
         )
 
     def open_work(self, federation: str, wait_seconds: float, etag: str) -> tuple[messages.OpenWork | None, str]:
-        """Return the open assignments and the answer's ETag; None if nothing changes for ``wait_seconds``."""
+        """Return the open assignments and the ETag; None if unchanged for ``wait_seconds``."""
 
         def read(answer: httpx.Response) -> tuple[messages.OpenWork | None, str]:
             if answer.status_code == 304:
@@ -287,7 +282,7 @@ class Transport(Connection):
         self.call("DELETE", f"/v1/devices/{device_id}")
 
     def new_token(self, device_id: str, enrolment_key: str) -> str:
-        """Return a new token. The old one stays valid until the new one is used, so store the new one first."""
+        """Return a new token. The old one stays valid until its first use."""
         request = messages.RenewToken(enrolment_key=enrolment_key)
         return self.ask(messages.NewToken, "POST", f"/v1/devices/{device_id}/token", **_json(request)).token
 
@@ -359,7 +354,6 @@ class Transport(Connection):
             self._brought = _Brought(assignment.assignment_id, payload, self.body_seconds)
 
     def _take_brought(self) -> _Brought | None:
-        """Return the kept payload, if any, and count it in the current phase."""
         brought = self._brought
         self._brought = None
         if brought is not None:

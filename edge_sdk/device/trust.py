@@ -3,8 +3,6 @@
 A device remembers a federation's first publisher (trust on first use), and refuses another until its owner accepts it
 (``sparrow trust``). Rounds must keep the ranges that the publisher signed and that the owner demands. Without a
 signature, settings that change the content of an update must not change. A secure federation must stay secure.
-
-``trust.json`` in the state folder holds the accepted publication.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class Accepted(BaseModel):
 
 @dataclass(frozen=True)
 class Admitted:
-    """An admitted federation: its record, the signed terms, if any, and whether its model is built in."""
+    """An admitted federation."""
 
     accepted: Accepted
     terms: Terms | None
@@ -75,7 +73,7 @@ class Admitted:
 
 
 class Trust:
-    """The checks of one device or fleet. folder: stores the record; None: in memory. demands: the owner's."""
+    """The checks of one device or fleet. folder: stores the record; None: in memory."""
 
     def __init__(self, federation: str, demands: Demands, folder: StateFolder | None = None) -> None:
         self._federation = federation
@@ -108,7 +106,7 @@ class Trust:
     def _publication(
         self, info: FederationInfo, manifest: Manifest, fetch: Callable[[], Published], before: Accepted | None
     ) -> Publication | None:
-        """Return the checked publication; None if it has none and needs none."""
+        """Return the checked publication; None if it needs none."""
         known = None if before is None else before.publication
         wanted = self._demands.publisher
         if info.publisher is None:
@@ -263,7 +261,6 @@ class Trust:
 
 
 def _more_private(name: str, first: object, now: object) -> bool:
-    """Return True if an update reveals less after the change of a setting."""
     return name in ("secure", "secure_metrics") and now is True and not first
 
 

@@ -19,7 +19,7 @@ class Upload:
     resumable: bool = False
 
     def resumes(self, size: int) -> bool:
-        """Return True if a body of this size resumes after an interruption; smaller bodies are sent again."""
+        """Return True if a body of this size resumes after an interruption."""
         return self.resumable and size >= RESUMED
 
 

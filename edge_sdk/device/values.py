@@ -2,7 +2,7 @@
 
 A device's state folder keeps the file of frozen values, so that exports need no download. It is a hard link (or a copy)
 of a file in the user's ``sparrow/frozen`` (XDG state), where federations with the same values find it by its SHA-256.
-That folder may be emptied at any time. Interrupted downloads resume, even in another process.
+That folder may be emptied at any time.
 
 Symbolic links are not followed: another user could redirect writes, or change a file after its digest was checked.
 """
@@ -48,8 +48,7 @@ def load_values(
 ) -> Tensors:
     """Return the tensors of a file by name, read-only and memory-mapped; {} if the model has no such file.
 
-    folder: this device's state. share: use the user's shared folder, and remove unused files there. Raises StateError
-    if the disk is full, Damaged if the download never matches the manifest.
+    share: use the user's shared folder, and remove unused files there. Raises StateError, Damaged.
     """
     if share:
         _clean(shared_folder())
@@ -150,7 +149,6 @@ def _link(file: Path, path: Path) -> None:
 
 
 def _leave(file: Path, shared: Path, *, anew: bool) -> None:
-    """Share a file with other federations of this user, or refresh its time."""
     # Sharing is optional.
     with suppress(OSError):
         make_folder(shared.parent, durable=False)

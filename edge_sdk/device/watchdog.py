@@ -76,7 +76,7 @@ def judge(
 ) -> list[Objection]:
     """Return the objections of ``policy``, most urgent first; empty if the device may work.
 
-    working: whether work is running; limits differ for starting and continuing. now: local time.
+    working: whether work is running. now: local time.
     """
     found = [
         *_judge_board(policy, conditions, working),
@@ -181,8 +181,8 @@ def _local_time() -> datetime:
 class Watchdog:
     """Enforcement of a policy: decide whether a device may work, and count its daily spending.
 
-    read: returns the conditions. say: called with messages for the user. keep: stores the spending, which becomes
-    ``spent`` after a restart. ``hot``: it paused for heat or throttling since this was last reset.
+    keep: stores the spending, which becomes ``spent`` after a restart. ``hot``: it paused for heat or throttling since
+    this was last reset.
     """
 
     def __init__(
@@ -286,8 +286,7 @@ class Paused(SdkError):
 class WatchedWork:
     """Work under a watchdog: pause between steps, and return the work if it would be late.
 
-    deadline: on the watchdog's clock, including ``reserve`` seconds to send the answer; None: no deadline. on_pause:
-    called with the seconds of each pause.
+    deadline: on the watchdog's clock, including ``reserve`` seconds to send the answer.
     """
 
     def __init__(

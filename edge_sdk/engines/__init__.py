@@ -55,8 +55,8 @@ class Engine(Protocol):
     ) -> LocalResult:
         """Train a part of the model for ``local_steps``, or else ``local_epochs``.
 
-        The optimiser starts afresh; ``seed`` decides shuffling and dropout. The reported losses exclude the pull.
-        Raises TrainingDiverged, ValueError without training data, and ManifestError or ValueError for an invalid part.
+        The optimiser starts afresh. The reported losses exclude the pull. Raises TrainingDiverged, ValueError without
+        training data, and ManifestError or ValueError for an invalid part.
         """
 
     def epochs(self, batches: Batches, seed: int) -> Iterator[Batch]:
@@ -85,7 +85,7 @@ class Engine(Protocol):
         """Set running statistics to means over the batches; return the number of samples."""
 
     def evaluate(self, batches: Batches, *, metrics: bool = False) -> Evaluation:
-        """Return mean loss, for a classification accuracy, and metrics. Raises TrainingDiverged, ValueError."""
+        """Return loss, accuracy and metrics. Raises TrainingDiverged, ValueError."""
 
     def scores(self, batches: Batches) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return outputs [N, C, ...], float32, in evaluation mode, and targets."""

@@ -73,7 +73,7 @@ def check_affordable(needs: tuple[Needs, Needs], manifest: Manifest, train: int,
 def try_step(graphs: Graphs, needs: Needs, tensors: Tensors, inputs: Array, targets: Array) -> None:
     """Run a published step on one batch in a process with limits on time and memory.
 
-    Each step is tried once per process and batch size. Raises TooCostly, and GraphError if the runtime cannot run it.
+    Raises TooCostly, and GraphError if the runtime cannot run it.
     """
     key = hashlib.sha256(graphs.step).hexdigest(), len(inputs)
     if key in _tried or not sys.executable:

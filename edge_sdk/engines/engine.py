@@ -100,7 +100,7 @@ class OnnxEngine:
     def check_plausible(self, batches: Batches, seed: int) -> Plausibility:
         """Compare the step's gradients with finite differences of its loss.
 
-        Restores the model, data order and random state. Raises ImplausibleStep, and ValueError without a batch.
+        Raises ImplausibleStep, and ValueError without a batch.
         """
         with random_state_kept(batches):
             for batch in batches:
@@ -212,7 +212,7 @@ class OnnxEngine:
 
 
 def _known(inputs: Array, targets: Array, ignored: int | None) -> tuple[Array, Array]:
-    """Return the samples whose target the loss counts; without any, the mean loss would be 0 / 0."""
+    """Return the samples whose target the loss counts."""
     if ignored is None:
         return inputs, targets
     known = (targets.reshape(len(targets), -1) != ignored).any(axis=1)

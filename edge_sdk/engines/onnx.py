@@ -82,7 +82,7 @@ def _options(threads: int) -> onnxruntime.SessionOptions:
 
 
 class Sessions:
-    """Sessions of a task's graphs, made on demand and shared by networks of one shape, also across threads."""
+    """Sessions of a task's graphs, made on demand; thread-safe."""
 
     def __init__(self, graphs: Graphs, *, threads: int = 1) -> None:
         self.graphs = graphs
@@ -106,7 +106,7 @@ class Sessions:
         return self._other(("scaled",), scale_outputs)
 
     def taught(self, weight: float, temperature: float) -> Sessions:
-        """Return the sessions of a student's step, with its teacher's outputs as an input ``teacher``."""
+        """Return the sessions of a student's step, with an input ``teacher``."""
         return self._other(("taught", weight, temperature), lambda step: distil(step, weight, temperature))
 
     def weighed(self) -> Sessions:
@@ -383,7 +383,7 @@ class Training:
         return self._step.draw(chance, count)
 
     def step(self, inputs: Array, targets: Array, drawn: Mapping[str, Array] | None = None) -> float:
-        """Take a step on a batch and return the loss before it; an infinite loss changes no weight."""
+        """Take a step on a batch and return the loss before it."""
         loss = self._step.run(inputs, targets, drawn)
         if not math.isfinite(loss):
             return loss

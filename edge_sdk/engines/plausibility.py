@@ -88,7 +88,7 @@ class ImplausibleStep(GraphError):
 
 @dataclass(frozen=True)
 class Plausibility:
-    """The result of a check without a fault; ``judged`` is False if it could miss a wrong gradient."""
+    """A passed check; ``judged`` is False if it could miss a wrong gradient."""
 
     runs: int
     judged: bool

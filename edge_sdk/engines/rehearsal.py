@@ -93,7 +93,7 @@ class Rehearsal(ABC):
     def train(
         self, steps: int, *, mask: NeuronMask | None = None, samples: int | None = None, compute: Compute | None = None
     ) -> list[float]:
-        """Train on ``samples`` of the batch, all by default; return the seconds of each step except the first."""
+        """Train on ``samples`` of the batch; return the seconds of each step except the first."""
         batches = [self.batch(samples)]
         settings = self.settings.model_copy(update={"local_steps": steps})
         engine = self.engine(mask if self._narrow else None, compute)
@@ -103,7 +103,7 @@ class Rehearsal(ABC):
         )
 
     def timed(self, work: Callable[[Callable[[int, int, float], None]], object]) -> list[float]:
-        """Run ``work``, which reports every step; return the seconds of each step except the first."""
+        """Return the seconds of each step of ``work`` except the first."""
         ended: list[float] = []
         work(lambda done, total, loss: ended.append(self._now()))
         return [after - before for before, after in pairwise(ended)]
@@ -241,7 +241,7 @@ class MaskedEffort:
         self.values = count_values(rehearsal.manifest, mask)
 
     def train(self, steps: int, samples: int | None = None) -> list[float]:
-        """Take steps with one model; return the seconds multiplied by the number of models."""
+        """Take steps with one model; return the seconds times the number of models."""
         taken = self._rehearsal.train(steps, mask=self._mask, samples=samples)
         return [self._models * seconds for seconds in taken]
 

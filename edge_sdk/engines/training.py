@@ -152,7 +152,7 @@ def count_steps(settings: FederationSettings, batches: Batches) -> int:
 
 
 def weight_of(targets: Any, ignored: int | None) -> float:
-    """Return the number of samples in a batch's mean loss; a sample with several targets counts by its known share."""
+    """Return the number of samples in a batch's mean loss; several targets count by their known share."""
     if ignored is None:
         return len(targets)
     known = int((targets != ignored).sum())
@@ -173,7 +173,7 @@ def evaluation_of(
 
 
 def check_loadable(tensors: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ManifestError, naming the tensor, if a model of these ``shapes`` cannot load it."""
+    """Raise ManifestError if a model of these ``shapes`` cannot load the tensors."""
     for name, tensor in tensors.items():
         if shapes.get(name) != tensor.shape:
             found = f"has shape {shapes[name]}" if name in shapes else "does not exist"

@@ -1,8 +1,7 @@
-"""The device half of each method, one file each, named like its server half in ``coordinator/methods``.
+"""The device half of each method, named like its server half in ``coordinator/methods``.
 
-A method is a record of functions, ``DeviceMethod``. ``train`` takes a ``Job`` and returns the state to keep and the
-update to send; methods know no session, transport or telemetry. Session, publisher and budget only read the record's
-fields. Other packages register a record under the entry point ``sparrow.device_methods``.
+A method is a record of functions, ``DeviceMethod``. It knows no session, transport or telemetry. Other packages
+register a record under the entry point ``sparrow.device_methods``.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ __all__ = [
 
 
 class MethodSettings(BaseModel):
-    """A method's own settings that its device half reads; the coordinator has filled in defaults."""
+    """A method's own settings that its device half reads."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -83,8 +82,7 @@ class DeviceState:
 class Job:
     """An assignment and everything that a method needs to do it.
 
-    received: the decoded payload. progress: called with (steps done, total steps, running loss). budget: the largest
-    that the device can afford.
+    progress: called with (steps done, total steps, running loss). budget: the largest that the device can afford.
     """
 
     assignment: Assignment
@@ -99,11 +97,11 @@ class Job:
     budget: float = 1.0
 
     def own(self, kind: type[Own]) -> Own:
-        """Return the method's own settings as ``kind``. Raises UnknownWork if one is missing."""
+        """Return the method's own settings as ``kind``. Raises UnknownWork."""
         return own_settings(self.assignment.settings, kind)
 
     def planned(self, name: str, most: float) -> float:
-        """Return a number from the round's plan, 0 if missing. Raises ProtocolError unless it is in 0..most."""
+        """Return a number from the round's plan, in 0..most. Raises ProtocolError."""
         value = self.assignment.plan.get(name, 0)
         if isinstance(value, str) or not 0 <= value <= most:
             raise ProtocolError(f"plan.{name} is {str(value)[:40]!r}; expected a number from 0 to {most:g}")
@@ -115,7 +113,7 @@ class Job:
         return replace(self, assignment=self.assignment.model_copy(update={"settings": settings}))
 
     def seed(self, purpose: str) -> int:
-        """Return a seed for torch, derived from the federation, its seed, the device, the round and ``purpose``."""
+        """Return a seed derived from federation, device, round and ``purpose``."""
         assignment = self.assignment
         return derive_seed(f"{self.federation}:{assignment.settings.seed}", self.device, assignment.round, purpose)
 
@@ -190,7 +188,7 @@ class BudgetTooSmall(ProtocolError):
 
 
 def own_settings(settings: FederationSettings, kind: type[Own]) -> Own:
-    """Return the own settings of a federation's method as ``kind``. Raises UnknownWork if one is missing."""
+    """Return the own settings of a federation's method as ``kind``. Raises UnknownWork."""
     try:
         return kind.model_validate(settings.method_settings)
     except ValidationError as error:
@@ -224,10 +222,10 @@ def hand_back(job: Job) -> Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class ActiveNeurons:
-    """Rounds train some neurons of each layer, depending on the budget; the server half declares the same.
+    """Rounds train some neurons of each layer, depending on the budget.
 
-    The manifest must then say which neurons feed which weights. sample: a mask like those of rounds at a budget, for
-    predictions of cost. narrow: neurons outside the mask are removed while training, not frozen.
+    sample: a mask like those of rounds at a budget, for predictions of cost. narrow: neurons outside the mask are
+    removed while training, not frozen.
     """
 
     sample: Callable[[Manifest, float], NeuronMask]
@@ -241,23 +239,22 @@ class DeviceMethod:
     Functions raise BundleError for a payload that does not fit, CannotNarrow for a model that does not run with fewer
     neurons, TrainingDiverged if training failed.
 
-    evaluate: evaluates the personal and, if the payload has one, the global model on held-out data. adapt: makes a
-    personal model from the finished global one. train: merges the payload and trains under the assignment's mask.
-    personalise: trains the part that stays on the device. prepare: makes the federation's first model.
+    evaluate: uses held-out data. adapt: makes a personal model from the finished global one. personalise: trains the
+    part that stays on the device. prepare: makes the federation's first model.
 
     check: raises ManifestError if rounds would fail with a model, tried on an example [N, ...] at publication.
     check_data: raises BadArgument if rounds would fail with a device's data. compose: builds manifest and graphs of the
     federation's model from the published ones; network: the task with that model, for PyTorch. effort: the work of
-    rounds at a budget, for rehearsals; by default derived from ``active``.
+    rounds at a budget; by default derived from ``active``.
 
     picks_best: personal models of earlier rounds stay usable; otherwise a device keeps the last. mixes_global: a
-    mixture of the personal and the global model is a valid personal model; the server half declares the same. finish:
-    trains such a mixture once more; returns model and FLOPs. payload_parts: additional parts of payloads, with at most
-    ``Part.count`` numbers. sums: the server half only needs sums of updates' values, so that secure aggregation is
-    possible. adds_local_noise: rounds send only values, under a mask independent of the data (``device.local_noise``).
+    mixture of the personal and the global model is a valid personal model. finish: trains such a mixture once more;
+    returns model and FLOPs. payload_parts: additional parts of payloads. sums: the server half only needs sums of
+    updates' values, so that secure aggregation is possible. adds_local_noise: rounds send only values, under a mask
+    independent of the data (``device.local_noise``).
 
-    acts: counts, or names in the server half's notes, that prove an effect; the bench reports a zero. act_on: such a
-    count -> the count that bounds it.
+    acts: counts, or names in the server half's notes, that prove an effect. act_on: such a count -> the count that
+    bounds it.
     """
 
     evaluate: Callable[[Job], Evaluated]
@@ -293,7 +290,7 @@ class DeviceMethod:
 
     @property
     def forward_stays(self) -> bool:
-        """True if a smaller budget leaves the forward pass unchanged, so that it saves little."""
+        """True if a smaller budget leaves the forward pass unchanged."""
         return self.active is not None and not self.active.narrow
 
     @property
@@ -338,6 +335,6 @@ class UnknownMethod(SdkError):
 # Searching the installed packages takes 20 ms, which every device-round of a fleet would pay.
 @cache
 def load_method(name: str) -> DeviceMethod:
-    """Return the device half registered as ``name``. Raises UnknownMethod, which lists the installed methods."""
+    """Return the device half registered as ``name``. Raises UnknownMethod."""
     advice = "; update this SDK, or install the package that provides it"
     return load_method_record("sparrow.device_methods", name, DeviceMethod, UnknownMethod, advice=advice)

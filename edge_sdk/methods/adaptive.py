@@ -1,11 +1,10 @@
 """Choice between a personal and a global model, sample by sample (DM-PFL+, KDD 2023, Algorithm 4).
 
-It works for any pair of models, also a global model and its fine-tuned copy. A model's base entropy is its mean
-entropy on the device's training data. The personal model is chosen if
+A model's base entropy is its mean entropy on the device's training data. The personal model is chosen if
 
     H_c - (1 - Sim)·BE_c < H_g - (1 - Sim)·BE_g
 
-so that base entropies count more if the two models disagree. Ties go to the global model.
+Ties go to the global model.
 """
 
 from __future__ import annotations

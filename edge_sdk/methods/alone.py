@@ -1,8 +1,7 @@
 """A local-only model that a device trains in addition to the federation's, and may use at the end.
 
 It starts as the first whole model received. Each round trains it as long as the federation's model, with the same
-settings and budget; it is never sent. It is the best model if devices have little in common. It costs as much as the
-round's own training; ``alone=false`` turns it off.
+settings and budget; it is never sent. It costs as much as the round's own training; ``alone=false`` turns it off.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def alone_of(state: DeviceState) -> Tensors | None:
 
 
 def with_alone(job: Job, start: Tensors, trained: Trained, mask: NeuronMask | None) -> Trained:
-    """Train the local-only model for a round under ``mask``; return the combined outcome. The first round starts from
-    ``start``."""
+    """Train the local-only model, at first ``start``, under ``mask``; return the combined outcome."""
     if not job.own(AloneSettings).alone:
         return trained
     before = alone_of(job.state)

@@ -1,7 +1,6 @@
 """APFL, the device half: a mixture of a personal and a global model with a learned weight.
 
-Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", arXiv:2003.13461, Algorithm 1. In each step, with
-v̄ = αv + (1-α)w,
+Deng, Kamani, Mahdavi, arXiv:2003.13461, Algorithm 1. In each step, with v̄ = αv + (1-α)w,
 
     w ← w - η∇F(w)          sent and averaged
     v ← v - ηα∇F(v̄)         kept

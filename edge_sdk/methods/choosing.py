@@ -35,8 +35,7 @@ Score = Callable[[Weights, Weights], Weights]
 
 
 def train_chosen(job: Job, score: Score) -> Trained:
-    """Train one round on neurons chosen once, on one mini-batch of the device's first round. Counts ``neurons_pruned``
-    by this choice."""
+    """Train one round on neurons chosen once, on one mini-batch of the device's first round."""
     mask = job.state.neurons
     ratio = drawn(job).ratio
     flops = 0

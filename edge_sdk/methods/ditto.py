@@ -1,8 +1,7 @@
 """Ditto, the device half: FedAvg, plus a personal model that is pulled towards the global one.
 
-Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
-arXiv:2012.04221, Algorithm 1. In each round a device trains and sends the global model w^t, and for as many epochs
-trains its own, which starts as the first global model received:
+Li, Hu, Beirami, Smith, ICML 2021, arXiv:2012.04221, Algorithm 1. In each round a device trains and sends the global
+model w^t, and for as many epochs trains its own, which starts as the first global model received:
 
     v_k ← v_k - η(∇F_k(v_k) + λ(v_k - w^t))
 
@@ -26,7 +25,7 @@ class Settings(MethodSettings):
 
 
 def train(job: Job) -> Trained:
-    """Train both models for one round. Early stopping uses the losses of the model that is sent."""
+    """Train both models for one round. Early stopping uses the sent model."""
     received = whole_model(job.manifest, job.received)
     # For tensors that never travel (local running statistics).
     job.engine.load(job.state.personal or {})

@@ -1,7 +1,6 @@
 """DM-PFL, the device half: a personal and a global sparse model that share the weights in both masks.
 
-Zhang, Zhou, Wang, Tong, "DM-PFL: Hitchhiking Generic Federated Learning for Efficient Shift-Robust Personalization",
-KDD 2023. With global mask m_g and weights w_g, the device's own m_c and w_c,
+Zhang, Zhou, Wang, Tong, KDD 2023. With global mask m_g and weights w_g, the device's own m_c and w_c,
 
     θ_c = w_g in m_g and m_c;  w_c in m_c only;  0 elsewhere                                               (Eq. 4)
 
@@ -12,7 +11,7 @@ A round's plan names its stage:
     global    train a copy of w_g under m_g; send it; keep θ_c                                      (Algorithm 2)
     personal  w_c ← w_g in both masks; train the weights in m_c only; send nothing                  (Algorithm 3)
 
-DM-PFL+ chooses a model per sample (Algorithm 4, ``adaptive``). Shared weights are stored once (``dual``).
+DM-PFL+ chooses a model per sample (Algorithm 4, ``adaptive``).
 
 Choices beyond the paper: weights are replaced one epoch before the round's end; biases and norms are shared until stage
 ``personal``, which trains them too (``personal_unmasked``); a device without a state begins with m_c = m_g, filled up
@@ -74,7 +73,7 @@ def train(job: Job) -> Trained:
 
 
 def _refine(job: Job, m_g: ElementMask) -> Trained:
-    """Train one round of the stage ``global``. A device without a state takes the global model for its personal one."""
+    """Train one round of the stage ``global``."""
     state = job.state
     if state.personal is None:
         first = _composed(job, m_g)
@@ -172,7 +171,7 @@ def _global_model(job: Job) -> Tensors:
 
 
 def _composed(job: Job, m_g: ElementMask) -> Dual:
-    """Return both models after receiving: w_c ← w_g in both masks; biases and norms are the global ones."""
+    """Return both models after receiving: w_c ← w_g in both masks."""
     received = whole_model(job.manifest, job.received)
     if job.state.personal is None:
         # Tensors that never travel start as the task has them.

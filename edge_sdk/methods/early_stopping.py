@@ -1,13 +1,13 @@
 """Early stopping, and the choice of a device's best model among its rounds.
 
-Models are compared by validation loss: with few samples it is more precise than accuracy. Two stop rules:
+Models are compared by validation loss, which is more precise than accuracy on few samples. Two stop rules:
 
 validation  Smooths the validation loss of the trained model over participations. A device stops if the smoothed loss
             has not fallen below its minimum by the share ``min_improvement`` in ``patience`` participations in a row,
             but not before ``min_participations``, nor before it has fallen by ``BEGUN`` of its first value.
 paper       FedSPU, arXiv:2403.11464, section 4 and Algorithm 1: L_t = λ·L_train + (1-λ)·L_val estimates the mean loss
             over all of a device's data. A device stops after ``patience`` rises in a row (the paper: 1), each compared
-            to its own last participation. A tie is no rise, as in the paper's formula; its released code stops on one.
+            to its own last participation. A tie is no rise; the released code stops on one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Rises:
     increases: int = 0
 
     def after(self, loss: float) -> Rises:
-        """Return the state after one more participation. Raises ValueError for a loss that is not finite."""
+        """Return the state after one more participation. Raises ValueError."""
         _check_finite(loss)
         rose = self.last_loss is not None and loss > self.last_loss
         return Rises(loss, self.increases + 1 if rose else 0)
@@ -95,8 +95,9 @@ def judge_round(
     *,
     validate: bool = False,
 ) -> Judged:
-    """Apply the stop rule to a round's model, whose validation loss ``judge`` measures. memory: the device's notes,
-    including the rule's. validate: measure even without a rule."""
+    """Apply the stop rule to a round's model, whose validation loss ``judge`` measures. validate: measure even without
+    a rule.
+    """
     rule = settings.early_stopping
     validation = judge() if validate or rule != "off" else None
     if rule == "off" or validation is None:

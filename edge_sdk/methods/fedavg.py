@@ -1,7 +1,6 @@
 """FedAvg, the device half: train the whole global model for some epochs, send it back, keep nothing.
 
-McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
-Data", AISTATS 2017, arXiv:1602.05629, Algorithm 1, ClientUpdate(k, w):
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas, AISTATS 2017, arXiv:1602.05629, Algorithm 1, ClientUpdate(k, w):
 
     w_k ← w^t;   w_k ← w_k - η ∇F_k(w_k; b) for each batch b of E epochs;   send w_k and n_k
 

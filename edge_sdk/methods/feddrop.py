@@ -1,7 +1,6 @@
 """Random federated dropout, the device half: each round trains a different narrow part of the global model.
 
-Caldas, Konečný, McMahan, Talwalkar, "Expanding the Reach of Federated Learning by Reducing Client Resource
-Requirements", arXiv:1812.07210; Wen, Jeon, Huang, "Federated Dropout", arXiv:2109.15258, with a dropout rate for each
+Caldas, Konečný, McMahan, Talwalkar, arXiv:1812.07210; Wen, Jeon, Huang, arXiv:2109.15258, with a dropout rate for each
 device. Neurons are drawn per round as in FedSPU, but inactive ones are dropped instead of frozen, and there is no
 personal model:
 
@@ -9,13 +8,10 @@ personal model:
 
 ``scaled`` (Wen et al.; inverted dropout): a layer's remaining activations are multiplied by n / |A| = 1 / (1 - dropout
 rate), by scaling the columns of the next layer's weight, except if an embedding uses the same weight. The global model
-is not scaled. Here neurons are drawn as a set, and channels are the neurons of convolutions.
+is not scaled.
 
 Running statistics must fit the whole width, which narrow devices cannot run. So a scaled round ends with a pass over
-the device's data without gradients; it sends the mean of the batches' statistics. ``scaled`` = false: no scaling and no
-such pass.
-
-Counts: ``neurons_left_out`` of the network, and ``columns_scaled`` in training steps.
+the device's data without gradients; it sends the mean of the batches' statistics.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FedDST, the device half: train the existing weights; at times replace the smallest by those of steepest gradient.
 
-Bibikar, Vikalo, Wang, Chen, "Federated Dynamic Sparse Training: Computing Less, Communicating Less, Yet Learning
-Better", AAAI 2022, arXiv:2112.09824. This is FedSGC's device half without a direction map: Eq. 2 and 4, as in RigL. The
-cosine anneals over the device's own epochs, as in FedSGC; the paper anneals over rounds, its released code not at all.
+Bibikar, Vikalo, Wang, Chen, AAAI 2022, arXiv:2112.09824. This is FedSGC's device half without a direction map: Eq. 2
+and 4, as in RigL. The cosine anneals over the device's own epochs, as in FedSGC; the paper anneals over rounds, its
+released code not at all.
 """
 
 from __future__ import annotations

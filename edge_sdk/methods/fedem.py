@@ -1,7 +1,7 @@
 """FedEM, the device half: a mixture of models that all devices train, with mixture weights of each device's own.
 
-Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated Multi-Task Learning under a Mixture of Distributions", NeurIPS 2021,
-arXiv:2108.10252, Algorithm 1. In each round, for the components h_m received and its samples j, device i computes
+Marfoq, Neglia, Bellet, Kameni, Vidal, NeurIPS 2021, arXiv:2108.10252, Algorithm 1. In each round, for the components
+h_m received and its samples j, device i computes
 
     E-step   r_mj ∝ π_im exp(-loss(h_m(x_j), y_j)),  Σ_m r_mj = 1
     M-step   π_im = mean of r_mj over j;  train h_m on Σ_j r_mj loss(h_m(x_j), y_j)
@@ -10,9 +10,9 @@ with the loss -ln softmax(h_m(x))_y, and predicts Σ_m π_im softmax(h_m(x)). Co
 uniform. The personal model is the trained mixture; the received components are evaluated with the device's π. A device
 without its own model finds π by E- and M-steps with fixed components.
 
-Departures: r is computed batch by batch from the components received, since a task's data may come in any order; r is
-the same, but each epoch after the first costs one more forward pass. π is the mean over the round's samples. If a
-task's loss is not cross-entropy, it trains the components, while r uses their probabilities.
+Departures: r is computed batch by batch from the components received, so each epoch after the first costs one more
+forward pass. π is the mean over the round's samples. If a task's loss is not cross-entropy, it trains the components,
+while r uses their probabilities.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def evaluate(job: Job) -> Evaluated:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Find π for the finished components and, with ``finetune_epochs``, train a copy of them."""
+    """Find π for the finished components, and fine-tune them."""
     weights = _find_weights(job)
     if job.assignment.settings.finetune_epochs:
         _train_components(fine_tuning(job), weights, purpose="adapt")
@@ -136,7 +136,7 @@ def _find_weights(job: Job) -> Weights:
 
 
 def _train_components(job: Job, weights: Weights, purpose: str = "train") -> tuple[LocalResult, Weights]:
-    """Train the loaded components, weighting samples by responsibilities; also return the mean of these."""
+    """Train the loaded components; also return the mean responsibilities."""
     trained = trained_weights(job.engine)
     received = job.engine.twin()
     shares_sum = np.zeros(len(weights))

@@ -1,7 +1,6 @@
 """FedMask, the device half: weights stay fixed, and a device learns a binary mask of the last layers' weights.
 
-Li, Sun, Li, Pu, Chen, "FedMask: Joint Computation and Communication-Efficient Personalized Federated Learning via
-Heterogeneous Masks", SenSys 2021, as compared in pFedGate's section 7.1. Each maskable weight w of the last layers has
+Li, Sun, Li, Pu, Chen, SenSys 2021, as compared in pFedGate's section 7.1. Each maskable weight w of the last layers has
 a real score s. The network computes with
 
     ŵ = b w,   b = [σ(s) ≥ 1/2],   and   ∂L/∂s = ∂L/∂ŵ · w · σ(s) (1 - σ(s)):
@@ -9,13 +8,11 @@ a real score s. The network computes with
 the threshold is a straight-through estimator. Weights, biases and norms never change; running statistics stay on the
 device. Before its first upload a device prunes once: in each layer it keeps the share ``density`` of largest scores.
 
-Devices send a sign per maskable weight: 1 and -1 for bits 1 and 0, and 0 for a pruned weight. The server's mean of bits
-comes back as a sign, 1 if it is at least 1/2. A device gives its kept weights' scores that sign, and keeps their
-magnitude.
+Devices send a sign per maskable weight: 1 and -1 for bits 1 and 0, and 0 for a pruned weight. A device gives its kept
+weights' scores the sign of the server's mean, and keeps their magnitude.
 
 Departures: the paper has no code for scores, threshold and pruning. Here single weights are pruned, and the loss has no
-term for structured sparsity. All scores start at ``first_score``, so all weights exist. The federation's optimiser
-trains the scores.
+term for structured sparsity. All scores start at ``first_score``.
 """
 
 from __future__ import annotations
@@ -125,7 +122,7 @@ def train(job: Job) -> Trained:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Train and prune the device's own mask, starting from the finished bits, as in ``fine_tuning``."""
+    """Train and prune the device's own mask, starting from the finished bits."""
     masks, _, _ = _train_scores(fine_tuning(job), purpose="adapt")
     return replace(job.state, personal=job.engine.read(), own=_packed(masks))
 
@@ -181,7 +178,6 @@ def _masks_of(job: Job) -> Masks:
 
 
 def _packed(masks: Masks) -> Tensors:
-    """Return the arrays that a device keeps in addition to its personal model."""
     assert masks.kept is not None, "pruned before"
     weights, scores, kept = (
         np.concatenate([each.reshape(-1) for each in of.values()]) for of in (masks.weights, masks.scores, masks.kept)

@@ -1,20 +1,19 @@
 """FedMD, the device half: devices learn from the mean of their models' scores on common public samples.
 
-Li, Wang, "FedMD: Heterogenous Federated Learning via Model Distillation", NeurIPS workshop 2019, arXiv:1910.03581. No
-weight leaves a device. In its first round a device trains on the labelled public samples, then on its own ("transfer
-learning"). In each round of Algorithm 1 it
+Li, Wang, NeurIPS workshop 2019, arXiv:1910.03581. No weight leaves a device. In its first round a device trains on the
+labelled public samples, then on its own ("transfer learning"). In each round of Algorithm 1 it
 
     digests      trains its model towards the mean scores of all devices on the public samples,
     revisits     trains on its own samples for a round's epochs, and
     communicates sends its model's class scores (logits) on the public samples.
 
-A round's mean comes with the next payload. The public set (``Task.public``, ``--data ...,public=0.1``) must be the
-same, in the same order, on every device; its first ``public_samples`` are used.
+The public set (``Task.public``) must be the same, in the same order, on every device; its first ``public_samples`` are
+used.
 
 Departures: the paper draws a public subset per round; here it is fixed, so that a device that missed rounds can still
 use the mean. The digest loss is T² KL(softmax(z'/T) ‖ softmax(z/T)) of mean scores z' and own scores z (Hinton et al.,
-arXiv:1503.02531); the paper's code uses the mean absolute difference. Transfer learning takes ``public_epochs``, not
-until convergence. All devices of a federation have one architecture, as its manifest describes one.
+arXiv:1503.02531); the paper's code uses the mean absolute difference. Transfer learning takes ``public_epochs``. All
+devices have one architecture.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """FedMP, the device half: each round trains the network that the coordinator has pruned for the device.
 
 Jiang, Xu, Xu, Wang, Qiao, Qian, "FedMP: Federated Learning through Adaptive Model Pruning in Heterogeneous Edge
-Computing", ICDE 2022. The coordinator chooses the device's ratio with a bandit, prunes the global model by the l1 norm
-of each neuron's weights, and sends the pruned model with its mask (``coordinator/methods/fedmp.py``). The paper
-evaluates the global model; here a device is also evaluated with its last narrow network.
+Computing", ICDE 2022. The paper evaluates the global model; here a device is also evaluated with its last narrow
+network.
 
 ``ratios = budget`` is the form that FedSPU's paper compares (section 5.1): devices prune themselves once, to their
 budgets, by ‖(w - 0.005 ∇F(w; B))_l[i, ...]‖₁ of neuron i of layer l on one mini-batch B of the first participation.
@@ -39,13 +38,12 @@ class Settings(MethodSettings):
 
 
 def score(weight: Weights, gradient: Weights) -> Weights:
-    """Return each weight's contribution to its neuron's score, for devices that prune themselves."""
+    """Return each weight's contribution to its neuron's score."""
     return np.abs(weight - np.float32(STEP) * gradient)
 
 
 def train(job: Job) -> Trained:
-    """Train one round on the received neurons. Counts ``neurons_pruned`` from the whole network and
-    ``ratio_changes``."""
+    """Train one round on the received neurons."""
     if job.own(Settings).ratios == "budget":
         return train_chosen(job, score)
     manifest = job.manifest

@@ -1,10 +1,9 @@
 """FedPer, the device half: a shared body and a personal head, trained together.
 
-Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization Layers", arXiv:1912.00818. Algorithm
-2: (W_B, W_Pj) ← SGD on both for some epochs, from the received body and the personal layers; send W_B.
+Arivazhagan, Aggarwal, Singh, Choudhary, arXiv:1912.00818. Algorithm 2: (W_B, W_Pj) ← SGD on both for some epochs, from
+the received body and the personal layers; send W_B.
 
-The server half chooses the personal layers: the manifest marks their tensors ``personal``, so they are never packed. A
-personal part is initialised by the task from the federation's seed. A device is evaluated with its model after a round.
+The server half chooses the personal layers: the manifest marks their tensors ``personal``, so they are never packed.
 """
 
 from __future__ import annotations

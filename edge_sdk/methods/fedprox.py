@@ -1,12 +1,12 @@
 """FedProx, the device half: FedAvg with local training pulled towards the global model.
 
-Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020,
-arXiv:1812.06127. A device minimises h_k(w) = F_k(w) + μ/2·|w - w^t|² (Eq. 2), here by the federation's optimiser:
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, MLSys 2020, arXiv:1812.06127. A device minimises (Eq. 2)
+h_k(w) = F_k(w) + μ/2·|w - w^t|², here by the federation's optimiser:
 
     w ← w - η(∇F_k(w) + μ(w - w^t))
 
-The paper lets a device do as many epochs as it can (γ-inexact solutions); here the federation sets them. The pull
-counts in the gradient norm of ``clip``, but not in reported losses. Fine-tuning after the last round has no pull.
+The federation sets the epochs (the paper: γ-inexact solutions). The pull counts in the gradient norm of ``clip``, but
+not in reported losses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FedRep, the device half: train the head with a fixed body, then the body under that head.
 
-Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning", ICML
-2021, arXiv:2102.07078. Algorithm 1: h_i ← the head trained for the given body, φ ← the body trained for that head; send
-φ. Each phase takes the federation's local epochs with its own optimiser, so that a round costs up to twice FedPer's.
+Collins, Hassani, Mokhtari, Shakkottai, ICML 2021, arXiv:2102.07078. Algorithm 1: h_i ← the head trained for the given
+body, φ ← the body trained for that head; send φ. Each phase takes the federation's local epochs with its own optimiser,
+so that a round costs up to twice FedPer's.
 """
 
 from __future__ import annotations

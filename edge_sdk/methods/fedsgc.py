@@ -1,8 +1,7 @@
 """FedSGC, the device half: train the existing weights, and at times replace some of them.
 
-Tian, Liu, Li, Cheung, Wang, "Gradient-Congruity Guided Federated Sparse Training", arXiv:2405.01189. In re-adjusting
-rounds, after a number of its own epochs, a device first reduces each layer to D_l weights, then revives weights until
-it has K_l:
+Tian, Liu, Li, Cheung, Wang, arXiv:2405.01189. In re-adjusting rounds, after a number of its own epochs, a device first
+reduces each layer to D_l weights, then revives weights until it has K_l:
 
     drop    those that moved against the direction map, sign(θ_c - θ_c0) = -d, smallest |θ_c| first          (Eq. 1)
             and the smallest |θ_c| of the others                                                              (Eq. 2)
@@ -10,14 +9,14 @@ it has K_l:
             and the largest |G| of the others                                                                 (Eq. 4)
 
 λ is the share guided by directions, σ(t) = α/2·(1 + cos(πt/T_c)) the share dropped beyond sparsity, and G the gradient
-of the whole layer before dropping. ``protocol.sparsity`` has the rules; the server half keeps the map.
+of the whole layer before dropping. ``protocol.sparsity`` has the rules.
 
 Choices beyond the paper:
 
 - Eq. 3 compares the map with a movement, which missing weights do not have: -G replaces it.
 - Replacements due after a round's last epoch happen one epoch earlier: untrained new weights would be zero, and the
   server's pruning would remove them first.
-- Full local epochs; a new optimiser each round, without memory for new weights; G of the plain loss on the last batch.
+- Full local epochs; a new optimiser each round; G of the plain loss on the last batch.
 """
 
 from __future__ import annotations

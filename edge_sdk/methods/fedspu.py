@@ -1,21 +1,17 @@
 """FedSPU, the device half: each device trains the weights between randomly chosen neurons; the rest stays personal.
 
-*FedSPU: Personalized Federated Learning for Resource-constrained Devices with Stochastic Parameter Update.* Ziru Niu,
-Hai Dong, A. K. Qin. arXiv:2403.11464. The device's part of Algorithm 1, with m the parameters whose neurons are all
-active:
+Niu, Dong, Qin, arXiv:2403.11464. The device's part of Algorithm 1, with m the parameters whose neurons are all active:
 
     ŵ = where(m, w^t, w_k^t)            merge: values not received stay personal
     w ← w - η·(m ⊙ ∇F_k(w)), E epochs   train; frozen parameters take part in the forward pass (Eq. 5)
     L_t = λ·L_train + (1-λ)·L_val       stop permanently if it exceeds that of the last participation
                                         (``early_stopping=paper``)
 
-The server half draws the neurons and averages.
-
 Differences between paper and released code, and choices beyond both:
 
-- A device starts from the global model of its first participation; ``start=initial`` is Algorithm 1, line 1: w^0.
+- A device starts from the global model of its first participation (``start``).
 - The mask follows Eq. 5 everywhere, also behind a flatten, where the code has bugs. The output layer's rows are always
-  active. Errors propagate through frozen neurons (Eq. 5 and the code).
+  active.
 - With any optimiser, frozen entries are restored after its step, and it starts anew each round.
 - Running statistics of frozen channels move too, on the device only.
 - L_val is measured in evaluation mode on separate data; the code measures it in training mode on the reported share.

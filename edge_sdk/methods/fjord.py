@@ -1,26 +1,23 @@
 """FjORD, the device half: a narrow network of each layer's first neurons, trained at random widths up to its own.
 
-Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane, "FjORD: Fair and Accurate Federated Learning under
-heterogeneous targets with Ordered Dropout", NeurIPS 2021, arXiv:2102.13451. A device of budget p receives, trains,
-sends and uses the network of the first max(1, floor(p n_l)) neurons of each layer. *Ordered dropout* (Algorithm 1):
-each local step draws a width q uniformly from p and the widths below p in {1/K, 2/K, .., 1} (``width_steps`` K), and
-trains the first neurons at that width. *Self-distillation* (section 3.2): the outputs z_p of the device's widest
+Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane, NeurIPS 2021, arXiv:2102.13451. A device of budget p receives,
+trains, sends and uses the network of the first max(1, floor(p n_l)) neurons of each layer. *Ordered dropout* (Algorithm
+1): each local step draws a width q uniformly from p and the widths below p in {1/K, 2/K, .., 1} (``width_steps`` K),
+and trains the first neurons at that width. *Self-distillation* (section 3.2): the outputs z_p of the device's widest
 network teach the drawn one,
 
     L = CE(z_p, y) + (1 - α) CE(z_q, y) + α T² KL(softmax(z_p / T) ‖ softmax(z_q / T))        if q < p
     L = CE(z_p, y)                                                                            if q = p
 
 with α = ``distil_weight`` and T = ``distil_temperature``, by default 1 as in the paper. Without ``distil``, or without
-classes, L = CE(z_q, y). ``widths`` = fixed is the form that FedSPU's paper compares (section 5.1): always the device's
-own width, without distillation.
+classes, L = CE(z_q, y). ``widths`` = fixed is the form that FedSPU's paper compares (section 5.1): the device's own
+width, without distillation.
 
 Choices beyond the paper:
 
-- The teacher's outputs are constants in the KL term. T² keeps its gradients as large at any T (arXiv:1503.02531).
-- Weights beyond the drawn width have a zero gradient in that step; momentum and weight decay still move them.
+- The teacher's outputs are constants in the KL term. T² is from arXiv:1503.02531.
+- Momentum and weight decay also move weights beyond the drawn width.
 - Only steps of the device's own network, including the teacher's, move running statistics.
-
-Counts: ``narrow_steps`` at less than the full width, ``widths_drawn`` and ``distilled_steps``.
 """
 
 from __future__ import annotations
@@ -79,7 +76,6 @@ def widths_below(ratio: float, steps: int) -> list[float]:
 
 
 def _train_widths(job: Job, below: list[NeuronMask]) -> Trained:
-    """Train the loaded network at widths drawn from its own and those ``below``."""
     generator = np.random.default_rng(job.seed("widths"))
     below = _narrower(job.manifest, below)
     done = take_steps_at(job, below, lambda: int(generator.integers(len(below) + 1)))
@@ -210,7 +206,6 @@ class _WidthsEffort:
         return sum(found) // len(found)
 
     def _job(self, steps: int, samples: int | None) -> tuple[Job, list[NeuronMask]]:
-        """Return a job of ``steps`` steps on the device's own network, and the narrower masks."""
         engine = self._rehearsal.engine(self._mask)
         return rehearsed(self._rehearsal, engine, steps, samples), _narrower(engine.manifest, self._below)
 

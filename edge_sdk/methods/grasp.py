@@ -1,8 +1,7 @@
 """GraSP, the device half: keep the weights that preserve gradient flow, then train them as in FedAvg.
 
-Wang, Zhang, Grosse, "Picking Winning Tickets Before Training by Preserving Gradient Flow", ICLR 2020, arXiv:2002.07376.
-Removing weight i, δ = -θ_i, changes the gradient's squared norm by 2 δ (H g)_i to first order. The preparing device
-scores all weights on its training data's loss F,
+Wang, Zhang, Grosse, ICLR 2020, arXiv:2002.07376. Removing weight i, δ = -θ_i, changes the gradient's squared norm by 2
+δ (H g)_i to first order. The preparing device scores all weights on its training data's loss F,
 
     g = ∇F(θ),     H = ∇²F(θ),     score = θ ⊙ H g          with outputs (logits) divided by a temperature, 200,
 
@@ -10,8 +9,7 @@ keeps the K = floor(density·n_w) largest scores of the whole network, and sends
 Ordinary rounds are FedAvg's, or with a ``proximal_weight`` FedProx's.
 
 Choices beyond the paper and its code: F is the mean over all local samples, or over ``score_batches`` batches, and g is
-complete before H g begins. H g is exact: PyTorch differentiates twice; for ONNX Runtime, ``engines.tangents``
-differentiates the step's graph along g. Scoring uses training mode and float32. Each layer keeps at least its best
+complete before H g begins. H g is exact. Scoring uses training mode and float32. Each layer keeps at least its best
 weight.
 """
 

@@ -1,22 +1,22 @@
 """Hermes, the device half: each device prunes its own network step by step, as long as validation accuracy holds.
 
 Li, Sun, Li, Pu, Li, Chen, "Hermes: An Efficient Federated Learning Framework for Heterogeneous Mobile Clients", MobiCom
-2021. A device begins with the whole network. In each of its rounds it receives the values of its own neurons, A, and
+2021. In each of its rounds a device receives the values of its own neurons, A, and
 
     if  accuracy of w[A, A] on its validation data >= accuracy_threshold  and  A is larger than its budget allows:
         in each hidden group, drop the share ``prune_rate`` of the n remaining neurons, smallest ‖w_l[i, ...]‖₂ first,
         but never below max(1, floor(p_k N)) of the group's N
 
-Then it trains and sends w[A, A], and is evaluated with it. The server averages each weight over the devices sharing it.
+Then it trains and sends w[A, A], and is evaluated with it.
 
-``pruning = once`` is the form that FedSPU's paper compares (section 5.1): at its first participation a device takes one
-SGD step on one mini-batch B, scores neuron i of layer l by ‖(w - 0.005 ∇F(w; B))_l[i, ...]‖₂, and keeps the best within
-its budget for the whole federation.
+``pruning = once`` is the form that FedSPU's paper compares (section 5.1): at first a device takes one SGD step on one
+mini-batch B, scores neuron i of layer l by ‖(w - 0.005 ∇F(w; B))_l[i, ...]‖₂, and keeps the best within its budget for
+the whole federation.
 
 Choices beyond the paper:
 
-- The defaults of threshold and rate. Accuracy is that of the received network.
-- **Until a device has reached its budget, it trains a larger network, at first the whole one**, which it must afford.
+- The defaults of threshold and rate.
+- **Until a device has reached its budget, it trains a larger network, at first the whole one**.
 - If the whole model comes to a device with neurons, its last update was lost, and it prunes nothing in that round. If
   its budget has grown, it begins anew with the whole network.
 - Scores are sums of squares over the weights of layers that share their neurons. A late device prunes at once.
@@ -71,8 +71,7 @@ train_once = partial(train_chosen, score=score)
 
 
 def train(job: Job) -> Trained:
-    """Prune if due, then train one round. Counts ``pruning_steps``, ``pruning_steps_rejected`` (accuracy below the
-    threshold) and ``neurons_pruned``. Raises UnknownWork for a task without accuracy."""
+    """Prune if due, then train one round. Raises UnknownWork for a task without accuracy."""
     rules = job.own(Settings)
     if rules.pruning == "once":
         return train_once(job)

@@ -1,7 +1,6 @@
 """HeteroFL, the device half: a narrow network of each layer's first neurons, trained as part of a wider one.
 
-Diao, Ding, Tarokh, "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients",
-ICLR 2021, arXiv:2010.01264:
+Diao, Ding, Tarokh, ICLR 2021, arXiv:2010.01264:
 
 - a device of width ratio r has the first ceil(r n_l) neurons of each hidden layer, all inputs and all classes;
 - *scaler*: a hidden layer's weights and biases are divided by r during training and evaluation of the narrow network;
@@ -12,8 +11,6 @@ ICLR 2021, arXiv:2010.01264:
 - batch norm has no running averages during training. Each round ends with a pass over the device's data without
   gradients, with the scaler; the mean of the batches' statistics is sent and averaged like weights. The paper computes
   them for the finished model.
-
-Counts: ``neurons_left_out`` of the network, and ``rows_left_out`` of the update. The global model is evaluated.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """HetLoRA, the device half: the first ranks of each adapter, trained as in FedAvg.
 
-Cho, Liu, Xu, Fahrezi, Joshi, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP 2024,
-arXiv:2401.06432. A device of budget p receives, trains and sends the first ceil(p r) of an adapter's r ranks; the
-server half has the rest. The global model with all ranks is evaluated, and fine-tuned after the end.
-
-Counts: ``neurons_left_out``, the sum of ranks that devices lacked.
+Cho, Liu, Xu, Fahrezi, Joshi, EMNLP 2024, arXiv:2401.06432. A device of budget p receives, trains and sends the first
+ceil(p r) of an adapter's r ranks; the server half has the rest. The global model with all ranks is evaluated, and
+fine-tuned after the end.
 """
 
 from __future__ import annotations

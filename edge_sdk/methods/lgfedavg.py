@@ -1,9 +1,8 @@
 """LG-FedAvg, the device half: personal features under a shared head.
 
-Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think Locally, Act Globally: Federated Learning with
-Local and Global Representations", arXiv:2001.01523. The reverse of FedPer: the device keeps its representation, both
-parts are trained together, and the server averages the head. With initial FedAvg rounds, the manifest has a block for
-each tensor of the representation, which is shared until the models part.
+Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, arXiv:2001.01523. The reverse of FedPer: the device
+keeps its representation, both parts are trained together, and the server averages the head. With initial FedAvg rounds,
+the manifest has a block for each tensor of the representation, which is shared until the models part.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ def train(job: Job) -> Trained:
 
 
 def _newest(job: Job) -> Tensors:
-    """Return the global model by name; if only its head came, with the local body."""
     if job.received is None or job.state.personal is None or is_whole(job.manifest, job.received):
         return whole_model(job.manifest, job.received)
     newest = {name: np.array(tensor) for name, tensor in job.state.personal.items()}
@@ -59,7 +57,7 @@ def _with_head(job: Job, body: Tensors, head: Tensors) -> Tensors:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Train the personal part for the finished head, which stays fixed, starting from FedAvg's body if there is one."""
+    """Train the personal part for the finished head, which stays fixed."""
     return adapt_part(job, job.manifest.blocks) if job.manifest.blocks else adapt_own_part(job)
 
 

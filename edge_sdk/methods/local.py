@@ -1,7 +1,6 @@
 """Local training, the device half: the same data, epochs and stop rule as in a federation, without exchange.
 
-The baseline "Local" of pFedGate (section 7.1) and DM-PFL (section 4.1.1): every device starts from the common initial
-weights and continues its own model in each of its rounds.
+The baseline "Local" of pFedGate (section 7.1) and DM-PFL (section 4.1.1).
 """
 
 from __future__ import annotations

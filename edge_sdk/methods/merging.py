@@ -30,8 +30,7 @@ def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
 
 
 def sent_values(manifest: Manifest, received: Bundle | None, mask: Mask | None) -> NDArray[np.float32]:
-    """Return the received values under ``mask``, packed, 0 for those not received: the base of an update. Raises
-    BundleError."""
+    """Return the received values under ``mask``, packed, 0 for those not received. Raises BundleError."""
     if received is not None and same_mask(received.mask, mask):
         return received.values
     return pack(manifest, whole_model(manifest, received), mask)
@@ -67,5 +66,5 @@ def mixed(personal: Tensors, received: Tensors, share: float) -> Tensors:
 
 
 def is_whole(manifest: Manifest, received: Bundle) -> bool:
-    """Return whether a payload has the whole model: it is sparse, or has no mask, or has all neurons active."""
+    """Return whether a payload has the whole model."""
     return isinstance(received.mask, ElementMask) or received.values.size == manifest.shared_values

@@ -1,7 +1,7 @@
 """Helpers of methods that train some neurons of each layer, in a narrow network without the others.
 
 Weights of dropped neurons are zero in every whole model that is kept, evaluated or exported, so that it computes the
-same as the narrow one (``training.narrow``). Updates hold the values between active neurons.
+same as the narrow one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .rounds import conclude, fine_tuning, train_loaded
 
 
 def sample_drawn(manifest: Manifest, budget: float) -> NeuronMask:
-    """Return a mask as rounds at ``budget`` draw it: the count is fixed, the neurons change from round to round."""
+    """Return a mask as rounds at ``budget`` draw it."""
     return draw_neurons(manifest, NeuronDraw("sample", budget))
 
 
@@ -54,7 +54,7 @@ def train_narrow(
     """Receive, train with ``train`` and send the network of ``mask``; count ``neurons_left_out``.
 
     draw: the mask's seed form. sent: the smaller mask to send, if any. ``train`` gets the same job on the narrow
-    network, whose FLOPs count. The result's state has the whole personal model, zero for dropped neurons.
+    network.
     """
     start = merge(job.manifest, _nothing(job), job.received, mask)
     job.engine.load(start)

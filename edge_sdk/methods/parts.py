@@ -58,8 +58,7 @@ def send_shared(job: Job, result: LocalResult) -> Trained:
 
 
 def evaluate_tuned(job: Job) -> Evaluated:
-    """Evaluate the device's model and, with ``finetune_epochs``, the choice of ``choose_copy`` between it and a
-    fine-tuned copy. ``others`` has the model as ``untuned``, and the copy if it was not chosen."""
+    """Evaluate the device's model and, with ``finetune_epochs``, the result of ``choose_copy``."""
     untuned = evaluate_both(job)
     if not job.assignment.settings.finetune_epochs or job.state.personal is None or untuned.personal is None:
         return untuned

@@ -1,8 +1,7 @@
 """Per-FedAvg, the device half: a global model trained so that one gradient step on a device's data makes it personal.
 
-Fallah, Mokhtari, Ozdaglar, "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
-Approach", NeurIPS 2020, arXiv:2002.07948. Each local step of Algorithm 1 takes batches D, D' and D'', and moves w along
-the gradient of f(w - α∇f(w)):
+Fallah, Mokhtari, Ozdaglar, NeurIPS 2020, arXiv:2002.07948. Each local step of Algorithm 1 takes batches D, D' and D'',
+and moves w along the gradient of f(w - α∇f(w)):
 
     u = w - α∇f(w; D)                                        α: ``inner_rate``
     w ← w - β(I - α∇²f(w; D''))∇f(u; D')                     β: ``learning_rate``
@@ -12,8 +11,8 @@ product with g = ∇f(u; D') is
 
     [∇f(w + δg; D'') - ∇f(w - δg; D'')] / 2δ                 δ: ``difference``
 
-which makes four gradients. w is sent. A device is evaluated with, and at the end keeps, w after ``adaptation_steps``
-steps of α on its training data; w itself is evaluated as the global model.
+w is sent. A device is evaluated with, and at the end keeps, w after ``adaptation_steps`` steps of α on its training
+data.
 
 Departures and choices beyond the paper:
 
@@ -21,10 +20,7 @@ Departures and choices beyond the paper:
   two or three times as often.
 - The federation's optimiser takes the step of β; β decays as the learning rate does, α is constant.
 - Both gradients of the difference use the same dropout. Running statistics move only in ∇f(w; D).
-- Losses are f(u; D'). Early stopping uses the adapted w on validation data.
-- With ``finetune_epochs`` w is adapted for that many epochs, at ``finetune_learning_rate`` if it is set.
-
-Counts: ``meta_steps``, local steps with u ≠ w; ``hessian_steps``, those with a Hessian term.
+- Losses are f(u; D'). Early stopping uses the adapted w.
 """
 
 from __future__ import annotations
@@ -138,7 +134,7 @@ def train(job: Job) -> Trained:
 
 
 def take_inner_steps(job: Job, steps: int, rate: float) -> LocalResult:
-    """Take plain gradient steps from the loaded model; repeated calls in a round take the same ones."""
+    """Take plain gradient steps from the loaded model, the same in repeated calls."""
     inner = in_silence(job.with_settings(local_steps=steps, learning_rate=rate, learning_rate_decay=1.0))
     weights = trained_weights(job.engine)
 

@@ -1,17 +1,15 @@
 """pFedGate, the device half: a private gating layer selects and scales blocks of the shared model for each batch.
 
-Chen, Yao, Gao, Ding, Li, "Efficient Personalized Federated Learning via Sparse Model-Adaptation", ICML 2023,
-arXiv:2305.02776. For each batch of a round (Algorithm 1)
+Chen, Yao, Gao, Ding, Li, ICML 2023, arXiv:2305.02776. For each batch of a round (Algorithm 1)
 
     (G, M) = gate(x);   I = knapsack(G) within the budget;   θ' = θ ⊛ M·I;   one step of gate and θ on f(θ'; x, y)
 
 with a knapsack for linear layers and one for the others (``BlockTable.select``). Updates hold θ of the blocks that any
-batch used. The device keeps: as personal model θ under its mean gates, a plain model for export and prediction without
-a gate; θ as trained; the gate; and the received values of touched blocks, so that it can rebuild the global model and
-later payloads need only the changes.
+batch used. The device keeps: as personal model θ under its mean gates; θ as trained; the gate; and the received values
+of touched blocks, to rebuild the global model.
 
-A device is evaluated as it would be used: on the newest θ with gates per sample. Also reported: gates per batch, as in
-the paper; both on θ as trained here before averaging, which the paper reports; and mean gates.
+A device is evaluated on the newest θ with gates per sample. Also reported: gates per batch, as in the paper; both on θ
+as trained here, which the paper reports; and mean gates.
 
 Differences between paper and released code: gates of dropped blocks learn too; importances are not clipped; momentum
 starts anew each round and moves only touched blocks; a batch of one sample, which the code skips, uses the gate's
@@ -87,7 +85,7 @@ class Settings(MethodSettings):
 
 
 def check(model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:
-    """Raise CannotGate if the model cannot run block by block: torch.fx must be able to trace it."""
+    """Raise CannotGate if torch.fx cannot trace the model."""
     check_gated(model, example)
 
 
@@ -117,7 +115,7 @@ def train(job: Job) -> Trained:
 
 
 def _train_dense(job: Job) -> Trained:
-    """Train θ without gates for one epoch, for a global model (Table 10); the device's state stays."""
+    """Train θ without gates for one epoch (Table 10); the device's state stays."""
     received = newest_model(job)
     job.engine.load({**(job.state.personal or {}), **received})
     once = job.with_settings(local_epochs=1, local_steps=None)
@@ -129,8 +127,7 @@ def _train_dense(job: Job) -> Trained:
 
 
 def _counts(job: Job, gated: Gated) -> dict[str, int]:
-    """Return a round's counts: values (all, of touched blocks, mean per batch; also of the largest layers), and the
-    gate's choices."""
+    """Return a round's counts (docs/methods.md)."""
     sizes = gated.table.sizes
     # First blocks are always on.
     samples = int(gated.used.max())
@@ -187,8 +184,7 @@ def _evaluate_dense(job: Job) -> Evaluated:
 
 
 def adapt(job: Job) -> DeviceState:
-    """Train a gate for the finished θ, which stays fixed. If the device's budget is too small, the gate has the
-    federation's smallest budget."""
+    """Train a gate for the finished θ, which stays fixed."""
     job = _reaching(job)
     received = newest_model(job)
     gated = gated_model(job, received)
@@ -336,8 +332,6 @@ def take_gated_steps(job: Job, gated: Gated, *, model_rate: float | None, purpos
 
 
 class _GatedEffort:
-    """Steps of the model under an untrained gate: the budget decides the number of active blocks."""
-
     def __init__(self, rehearsal: TorchRehearsal, budget: float) -> None:
         self._rehearsal = rehearsal
         self._budget = budget
@@ -374,7 +368,7 @@ class _GatedEffort:
 
 
 def _flops(job: Job, gated: Gated, result: LocalResult) -> int:
-    """Return the FLOPs of active blocks: forward, and both gradients; the gate's input needs no gradient."""
+    """Return the FLOPs of active blocks: forward, and both gradients."""
     rules = job.own(Settings)
     seen = {"batch": result.samples, "device": result.steps, "nothing": 0}[rules.gate_input]
     features = gated.gate.linear.in_features if seen else 0

@@ -1,8 +1,8 @@
 """pFedMe, the device half: personal models near a global one, which follows them through Moreau envelopes.
 
-T. Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, arXiv:2006.08848. In each
-local step of Algorithm 1 a device takes a batch D, approximates its personal model, and moves its local model w_i,
-which starts as the received model, along the gradient of the Moreau envelope, λ(w_i - θ_i):
+T. Dinh, Tran, Nguyen, NeurIPS 2020, arXiv:2006.08848. In each local step of Algorithm 1 a device takes a batch D,
+approximates its personal model, and moves its local model w_i, which starts as the received model, along the gradient
+of the Moreau envelope, λ(w_i - θ_i):
 
     θ_i ≈ argmin f(θ; D) + λ/2·|θ - w_i|²        K steps: ``inner_steps``, λ: ``proximal_weight``
     w_i ← w_i - ηλ(w_i - θ_i)                    η: ``outer_rate``
@@ -17,9 +17,7 @@ Departures and choices beyond the paper:
 - θ starts a round as the received model and continues from batch to batch, as in the released code.
 - The released code adds 0.001·θ to the gradient, and evaluates w_i as personal; here it is θ, as in the paper.
 - Only the cohort trains. Running statistics come from the first of the K steps of θ.
-- Early stopping uses θ. Losses are those of θ when a batch comes, without the pull.
-
-Counts: ``pulled_steps``, the steps of θ; ``envelope_steps``, the local steps in which w_i moved.
+- Losses are those of θ when a batch comes, without the pull.
 """
 
 from __future__ import annotations

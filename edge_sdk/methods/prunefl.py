@@ -1,14 +1,14 @@
 """PruneFL, the device half: train the existing weights, and at times report every weight's importance.
 
-Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas, "Model Pruning Enables Efficient Federated Learning on Edge Devices",
-IEEE TNNLS 2022, arXiv:1909.12326. Ordinary rounds are FedAvg's of the sparse model, or with a ``proximal_weight``
-FedProx's. In re-adjusting rounds a device computes at the received model, before training, and sends with its update
+Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas, IEEE TNNLS 2022, arXiv:1909.12326. Ordinary rounds are FedAvg's of the
+sparse model, or with a ``proximal_weight`` FedProx's. In re-adjusting rounds a device computes at the received model,
+before training, and sends with its update
 
     g² = (1/B) Σ_b (∂F_b/∂θ)²      of all maskable weights, existing or not, over the B batches of its training data,
 
-from which the server chooses (``coordinator.methods.prunefl``). One device prepares the model: starting dense, it
-trains locally and re-adjusts every ``adjust_interval`` rounds by its own g², until the number of weights has changed by
-less than a tenth five times in a row, or ``prepare_rounds`` are over.
+from which the server chooses. One device prepares the model: starting dense, it trains locally and re-adjusts every
+``adjust_interval`` rounds by its own g², until the number of weights has changed by less than a tenth five times in a
+row, or ``prepare_rounds`` are over.
 
 Choices beyond the paper: preparation uses the first round's learning rate, no pull, no early stopping, and ρ = share.
 It starts to prune after the first interval and ends with a re-adjustment. K limits every choice: the first uses |θ| if

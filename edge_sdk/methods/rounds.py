@@ -30,7 +30,7 @@ def train_loaded(
     pull: Pull | None = None,
     adjustment: Adjustment | None = None,
 ) -> LocalResult:
-    """Train a part of the loaded model by this round's settings. purpose: seeds batches and dropout."""
+    """Train a part of the loaded model by this round's settings."""
     settings = job.assignment.settings
     return job.engine.train(
         job.task.train,
@@ -72,7 +72,7 @@ def conclude(
     """Apply the stop rule to the engine's trained model; return the outcome of the round.
 
     personal: the model to keep, equal to the engine's. FLOPs count the samples seen, with weight gradients of the
-    update's mask. judge: measures the model on validation data.
+    update's mask.
     """
     settings = job.assignment.settings
     judged = judge_round(
@@ -113,7 +113,7 @@ def evaluate_both(job: Job) -> Evaluated:
 
 
 def train_once_more(job: Job, tensors: Tensors, mask: NeuronMask | None = None) -> tuple[Tensors, int]:
-    """Train a part of a model once more, at the end, as in ``fine_tuning``; return the model and the FLOPs."""
+    """Train a part of a model once more, at the end; return the model and the FLOPs."""
     job.engine.load(tensors)
     result = fine_tune(job, Part(mask), purpose="finish")
     return job.engine.read(), training_flops(job.manifest, result.samples, weight_gradients=mask)
@@ -121,8 +121,8 @@ def train_once_more(job: Job, tensors: Tensors, mask: NeuronMask | None = None) 
 
 def choose_copy(job: Job, copy: Tensors, start: Tensors) -> Tensors:
     """Return a fine-tuned copy, its starting model, or one of their mixtures: the one with the least validation loss;
-    ties prefer the copy. With ``personal_model=last``, as in the papers, the copy. Raises TrainingDiverged if the
-    copy's loss is not finite."""
+    ties prefer the copy. With ``personal_model=last``, as in the papers, the copy. Raises TrainingDiverged.
+    """
     if job.assignment.settings.personal_model == "last":
         return copy
     job.engine.load(copy)
@@ -146,8 +146,7 @@ def choose_copy(job: Job, copy: Tensors, start: Tensors) -> Tensors:
 def judge_choice_of_copy(
     job: Job, copy: Tensors, start: Tensors
 ) -> tuple[Evaluation, Evaluation, dict[str, Evaluation]]:
-    """Evaluate the result of ``choose_copy`` on held-out and validation data; also the copy, if not chosen, as
-    ``copy``."""
+    """Evaluate the result of ``choose_copy``; also the copy, if not chosen, as ``copy``."""
     chosen = choose_copy(job, copy, start)
     others = {}
     if chosen is not copy:

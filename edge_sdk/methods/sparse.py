@@ -67,8 +67,7 @@ def replacing_of(
     share: float = 0.0,
     basis: Literal["total", "moved"] = "total",
 ) -> Replacing:
-    """Return this round's adjustment: Eq. 1-4 of FedSGC, with ``share`` guided by directions, as a share of ``basis``.
-    Raises BundleError."""
+    """Return this round's adjustment: Eq. 1-4 of FedSGC. Raises BundleError."""
     mask = sparse_mask(job)
     rule = _Rule(job, mask, rules, share, basis)
     return Replacing(job.engine, mask, steps=rule.times, rule=rule, batches=rules.grow_batches)
@@ -134,7 +133,7 @@ class _Rule:
 
 
 def _expand(signs: NDArray[np.int8] | None, mask: ElementMask) -> Directions:
-    """Return the received direction map, which covers existing or all weights; zeros if there is none."""
+    """Return the received direction map, or zeros."""
     directions = {name: np.zeros(flags.size, dtype=np.int8) for name, flags in mask.exists.items()}
     if signs is None:
         return directions

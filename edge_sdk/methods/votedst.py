@@ -8,8 +8,8 @@ federation's seed:
     g_c = (1/B) Σ_b ∂F_b/∂θ      over all B batches of its training data
     v_c = sign(g_c) at the q_l largest |g_c| of a layer's candidates, 0 elsewhere
 
-A vote takes at most two bits per candidate (a gradient in int8 takes eight) and counts by the device's examples
-(compare Bernstein et al., "signSGD with Majority Vote", ICLR 2019, arXiv:1810.05291). The server half counts votes.
+A vote takes at most two bits per candidate and counts by the device's examples (compare Bernstein et al., ICLR 2019,
+arXiv:1810.05291).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def train(job: Job) -> Trained:
 
 
 def _votes(job: Job) -> tuple[NDArray[np.int8], int]:
-    """Return the loaded model's votes for all candidates, layer by layer, int8 [n], and the number of samples."""
+    """Return the loaded model's votes, layer by layer, int8 [n], and the number of samples."""
     mask = sparse_mask(job)
     settings = job.assignment.settings
     share = job.planned("share", 1)

@@ -26,7 +26,7 @@ class PullSettings(MethodSettings):
 
 
 def train_whole(job: Job, proximal_weight: float = 0.0) -> Trained:
-    """Train and send the received model; of a sparse one, its existing weights. proximal_weight: μ of the pull."""
+    """Train and send the received model; of a sparse one, its existing weights."""
     job.engine.load(whole_model(job.manifest, job.received))
     mask = existing(job)
     result = train_loaded(job, part_of(mask), pull=pull_of(proximal_weight))
@@ -55,10 +55,10 @@ def train_pulled(job: Job) -> Trained:
 
 
 def evaluate_global(job: Job) -> Evaluated:
-    """Evaluate the global model and, with ``finetune_epochs``, the result of ``choose_copy`` for a fine-tuned copy.
+    """Evaluate the global model and, with ``finetune_epochs``, the result of ``choose_copy``.
 
-    ``others`` has the ``copy`` if it was not chosen and, for classification, as ``adaptive`` DM-PFL+'s sample-wise
-    choice between copy and global model (FedAvg+FT+).
+    ``others`` has the ``copy`` if it was not chosen, and as ``adaptive`` DM-PFL+'s choice between copy and global
+    model.
     """
     task = job.task
     manifest = job.manifest

@@ -1,7 +1,7 @@
 """Random numbers of a forward pass, read from inputs instead of a generator.
 
-Random numbers inside a graph differ between runtimes. Therefore every number that a forward pass draws (uniform, as in
-dropout, or normal) comes from an input, which the training engine fills from the round's seed.
+Random numbers inside a graph differ between runtimes. Therefore every number that a forward pass draws comes from an
+input, which the training engine fills from the round's seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ _ATEN = torch.ops.aten
 
 
 def _with_usual(args: Sequence[Any]) -> tuple[float, float]:
-    """Return the two arguments after the tensor; 0 and 1 by default."""
     return args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
 
 
@@ -39,7 +38,7 @@ class Draw:
 
     @property
     def name(self) -> str:
-        """The name of the input: ``uniform`` or ``normal`` [N, ...], or ``uniform_step`` or ``normal_step``."""
+        """The name of the input."""
         return self.kind if self.per_sample else f"{self.kind}_step"
 
 
@@ -102,7 +101,7 @@ class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def record(run: Callable[[int], object], batches: tuple[int, int]) -> list[Draw]:
     """Return the requests for random numbers that ``run(samples)`` makes, in order.
 
-    batches: two numbers of samples; the difference shows which requests are per sample. Raises CannotCompile.
+    batches: two numbers of samples. Raises CannotCompile.
     """
     seen: list[list[tuple[Kind, tuple[int, ...]]]] = []
     for batch in batches:
@@ -130,7 +129,7 @@ def shapes_of(draws: Sequence[Draw], batch: int) -> dict[str, tuple[int, ...]]:
 
 
 class Given:
-    """Random numbers for ``Chance``, read from inputs. drawn: name -> tensor of the shape of ``shapes_of``."""
+    """Random numbers for ``Chance``, read from inputs. drawn: as in ``shapes_of``."""
 
     def __init__(self, draws: Sequence[Draw], drawn: Mapping[str, Tensor]) -> None:
         self._draws = iter(draws)

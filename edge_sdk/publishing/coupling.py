@@ -1,7 +1,7 @@
 """The manifest of an ``nn.Module``: which values of which tensors belong to which neurons.
 
-torch.export traces the forward pass into a graph of operators. Each axis of each value is labelled with the neurons
-along it (``neurons.Run``). The first two axes of a parameter start as new sets, which operators unite:
+In the graph of torch.export, each axis of each value is labelled with the neurons along it (``neurons.Run``). The first
+two axes of a parameter start as new sets, which operators unite:
 
     x                 [N,1,4,4]   (), (), (), ()
     conv 1->3         [N,3,4,4]   (), (conv,), (), ()                 conv.weight  [conv], [], [], []
@@ -11,8 +11,7 @@ along it (``neurons.Run``). The first two axes of a parameter start as new sets,
 
 Values that are added share one set, named after the first layer. A reshape into attention heads makes a head one
 neuron. Neurons become complete if they reach the model's output, are added to a complete value such as the input, are
-summed over by attention, or pass an unknown operator. This reduces sparsity, not correctness. docs/architecture.md
-lists the supported operators.
+summed over by attention, or pass an unknown operator. docs/architecture.md lists the supported operators.
 """
 
 from __future__ import annotations
@@ -46,12 +45,11 @@ def describe(
     """Return the manifest of ``model``, traced in evaluation mode on ``example`` [N, ...], N >= 1.
 
     running_statistics: policy of batch norm's running mean and variance. recipes: describe initial values by PyTorch's
-    default initialisation, so that they need not be published. least: the share of the trained weights that must belong
-    to neurons if an operator mixes neurons or is unknown.
+    default initialisation. least: the share of the trained weights that must belong to neurons if an operator mixes
+    neurons or is unknown.
 
-    Tensors come in state-dict order, tied ones under their first name. Tensors that training does not change are frozen
-    (``modes.frozen_names``), or dropped if unread; neurons of frozen parameters are complete, because leaving them out
-    saves no training and changes the output. The model does not change. Raises UnsupportedLayer for a model that cannot
+    Tensors that training does not change are frozen (``modes.frozen_names``), or dropped if unread; neurons of frozen
+    parameters are complete, because leaving them out saves no training. Raises UnsupportedLayer for a model that cannot
     be traced or sent, or with a share below ``least``.
     """
     refuse_types(model)

@@ -73,7 +73,6 @@ class Flow:
         return next((f", by {reason}" for reason in reasons if reason), "")
 
     def _derive(self, node: fx.Node) -> Any:
-        """Return a Value, a tuple of Values, or None if the result is not a tensor."""
         if node.op == "placeholder":
             return self._placeholder(node)
         if node.target is operator.getitem:

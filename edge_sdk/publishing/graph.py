@@ -14,7 +14,7 @@ from sparrow.protocol.errors import SdkError
 
 
 class UnsupportedLayer(SdkError):
-    """The model cannot be published for a method; the message gives the reason and a remedy."""
+    """The model cannot be published for a method."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def trace(model: nn.Module, example: torch.Tensor) -> Traced:
 
 
 def _needed(graph: fx.Graph, output: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the nodes that the output depends on, in order, including nodes that change one of these in place."""
+    """Return the nodes that the output depends on, in order, also by changes in place."""
     needed = {output}
     nodes = [node for node in graph.nodes if node.op != "output"]
     count = 0

@@ -56,7 +56,6 @@ class Layers:
         self._add(path, layer, columns, again=not isinstance(module, nn.MultiheadAttention))
 
     def _positions(self, node: fx.Node, module: nn.Module | None, weight: str, below: Sequence[Value]) -> int:
-        """Return the number of positions per sample at which the weight is applied."""
         inputs = [value for value in below if not value.fixed]
         result = self._state.values[node]
         counted = result[0] if isinstance(result, tuple) else result
@@ -67,7 +66,7 @@ class Layers:
         return max(1, entries // channels_of(module, self._state.tensors[weight]) // samples)
 
     def _add(self, key: str, layer: Layer, columns: Axis, *, again: bool = False) -> None:
-        """Add a layer. For a known one, keep the wider input error, and add positions if it ran ``again``."""
+        """Add a layer, or extend a known one."""
         if key not in self._found:
             self._found[key] = layer, [columns]
             return
@@ -102,7 +101,7 @@ def _base(module: nn.Module) -> type[nn.Module] | None:
 
 
 def channels_of(module: nn.Module | None, weight: torch.Tensor) -> int:
-    """Return the number of entries per position of the counted tensor: the output, or for some layers the input."""
+    """Return the number of entries per position of the counted tensor."""
     if isinstance(module, nn.RNNBase):
         return module.input_size
     if isinstance(module, nn.Embedding):

@@ -205,7 +205,7 @@ class _Lowering:
         return False
 
     def _split(self, call: Call) -> Sequence[Any]:
-        """Translate operators whose results are parts of their argument; the library returns a sequence."""
+        """Translate operators whose results are parts of their argument."""
         ir = self._ir
         op = self._opset
         x = call.args[0].place
@@ -306,7 +306,7 @@ class _Lowering:
         return found
 
     def _size(self, value: Any, kind: Any = None) -> Any:
-        """Return a number, or for a ``Sized`` number a value of the graph. kind: its type, by default int64."""
+        """Return a number, or for a ``Sized`` number a value of the graph."""
         if not isinstance(value, Sized):
             return value
         found = self._sizes.get((value, kind))

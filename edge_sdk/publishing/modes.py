@@ -25,7 +25,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers on exit, because forward passes in training mode update running statistics."""
+    """Restore the buffers, such as running statistics, on exit."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield

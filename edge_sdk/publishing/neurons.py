@@ -37,8 +37,7 @@ Axes = tuple[Axis, ...]
 class Neurons:
     """The sets, numbered in order of creation; united sets have the name of the first.
 
-    ``doing``: the operation under analysis, recorded as the reason for sets that become complete (``why``). ``lost``:
-    whether neurons are complete because an operator mixes them or is unknown.
+    ``doing``: the operation under analysis, recorded as the reason for sets that become complete (``why``).
     """
 
     def __init__(self) -> None:
@@ -202,7 +201,7 @@ class Neurons:
         self._become[number] = (self._new(name, place, order), self._new(name, size - place, order))
 
     def coarsen(self, axis: Axis, count: int) -> Axis:
-        """Return the axis with every ``count`` entries merged; neurons that share a merged entry become one."""
+        """Return the axis with every ``count`` entries merged."""
         if count == 1:
             return self.resolve(axis)
         found: list[Run] = []
@@ -232,7 +231,7 @@ class Neurons:
         return tuple(Segment(group=names[run.set], repeat=run.repeat) for run in self.resolve(axis))
 
     def groups(self, axes: Iterable[Axes]) -> tuple[tuple[NeuronGroup, ...], list[str]]:
-        """Return the groups that these axes consist of, in forward order, and the name of each set by its number."""
+        """Return the groups of these axes, in forward order, and each set's name by its number."""
         used = {run.set for tensor in axes for axis in tensor for run in self.resolve(axis)}
         names = list(self._names)
         taken = Counter[str]()

@@ -31,10 +31,7 @@ SAMPLES = 7
 
 
 def prepare_to_publish(task: Task) -> tuple[Task, BuiltPreparation | None]:
-    """Return the task over prepared samples, and the preparation to publish; without one, the same task and None.
-
-    Raises BadArgument.
-    """
+    """Return the task over prepared samples, and the preparation to publish, if any. Raises BadArgument."""
     if task.preparation is None:
         return task, None
     built = task.preparation
@@ -53,9 +50,8 @@ def prepare_to_publish(task: Task) -> tuple[Task, BuiltPreparation | None]:
 def compile_preparation(preparation: Any, raw: Array, every: Iterable[Array]) -> BuiltPreparation:
     """Return a module as the preparation to publish.
 
-    raw: [N, ...], a few raw samples. every: the raw training samples in batches, for the described statistics. Raises
-    BadArgument for an object that is not a module, for samples of an unsupported type, and for a module whose graph
-    gives other values.
+    raw: [N, ...], a few raw samples. every: the raw training samples in batches. Raises BadArgument, also for a module
+    whose graph gives other values.
     """
     if not isinstance(preparation, nn.Module):
         raise BadArgument(

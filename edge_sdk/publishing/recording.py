@@ -1,8 +1,7 @@
 """The operators that a function of tensors runs, recorded at two batch sizes.
 
 A ``Recording`` lists every call of PyTorch's operators with its arguments and real results. ``free_batch`` compares two
-recordings of one function at two batch sizes: numbers that differ become ``Sized``, functions of the batch size. Calls
-that depend neither on inputs nor on the batch size become constants.
+recordings of one function at two batch sizes: numbers that differ become ``Sized``, functions of the batch size.
 """
 
 from __future__ import annotations
@@ -229,7 +228,7 @@ class FreeRecording:
 
 
 def free_batch(one: Recording, other: Recording) -> FreeRecording:
-    """Return the common recording for any batch size. Raises CannotCompile if the two differ in more than numbers."""
+    """Return the common recording for any batch size. Raises CannotCompile."""
     made, made_too = ([(call.operator, call.made) for call in each.calls] for each in (one, other))
     if made != made_too or one.outputs != other.outputs or one.inputs != other.inputs:
         raise CannotCompile(

@@ -269,7 +269,6 @@ def _kept(op: Operation, flat: Axis, lengths: list[int]) -> tuple[int, Axis]:
 
 
 def _fits(op: Operation, flat: Axis, lengths: list[int], place: int) -> bool:
-    """Return True if the neurons are exactly the entries of this part."""
     behind = math.prod(lengths[place + 1 :])
     size = math.prod(lengths[place:])
     if any(run.repeat % behind for run in flat):

@@ -47,8 +47,7 @@ def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -
     """Return ``model``'s forward pass in evaluation mode as serialised ONNX, from ``input`` to ``output``.
 
     example: [N, ...], N >= 1; the batch axis of the skeleton is free. The export is deterministic. Raises
-    UnsupportedLayer if torch cannot export the model, and ManifestError, naming the tensor, if a tensor of the manifest
-    is not an initialiser of the graph. Needs onnx and onnxscript.
+    UnsupportedLayer, and ManifestError if a tensor of the manifest is not an initialiser of the graph.
     """
     try:
         import onnx
@@ -82,10 +81,7 @@ def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -
 
 
 def export_forward(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
-    """Return the forward pass of a model in evaluation mode, with weights and the exporter's metadata.
-
-    Arguments and errors are those of ``make_skeleton``.
-    """
+    """Return the forward pass of a model in evaluation mode, with weights and the exporter's metadata."""
     transforms = Fourier()
     try:
         return _exported(model, example, transforms)
@@ -155,7 +151,6 @@ def _traced(
 
 
 def _free_batch(model: nn.Module) -> tuple[Any, ...]:
-    """Return the dynamic shapes of a free batch axis for forward(x), or forward(*args) as in peft's wrappers."""
     free = {0: torch.export.Dim("batch", min=1)}
     first = next(iter(inspect.signature(model.forward).parameters.values()), None)
     return ((free,),) if first is not None and first.kind is first.VAR_POSITIONAL else (free,)
@@ -198,7 +193,7 @@ def _remove_data(tensor: onnx.TensorProto) -> None:
 
 
 def remove_notes(proto: onnx.ModelProto) -> None:
-    """Remove the exporter's doc strings and metadata, which hold stack traces and paths."""
+    """Remove the exporter's doc strings and metadata, which hold paths."""
     proto.ir_version = IR_VERSION
     for field in ("producer_name", "producer_version", "domain", "model_version", "doc_string", "metadata_props"):
         proto.ClearField(field)

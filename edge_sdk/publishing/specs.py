@@ -16,7 +16,7 @@ _DTYPES = (torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
 def refuse_types(model: nn.Module) -> None:
-    """Raise UnsupportedLayer, naming the tensor, for a type that cannot be sent or stored."""
+    """Raise UnsupportedLayer for a type that cannot be sent or stored."""
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise UnsupportedLayer(
@@ -54,8 +54,8 @@ def specs_of(
     """Yield the specifications in state-dict order, tied tensors under their first name.
 
     statistics: buffers with the policy ``running_statistics``; other buffers stay personal, because integers and
-    counters cannot be averaged. frozen: tensors that training does not change; they have no neurons. read: parameters
-    that the model reads. found: tensor -> further fields of its specification.
+    counters cannot be averaged. read: parameters that the model reads. found: tensor -> further fields of its
+    specification.
     """
     parameters = dict(model.named_parameters())
     for name, tensor in model.state_dict().items():

@@ -1,8 +1,7 @@
 """A task's training step and evaluation as ONNX graphs.
 
 The operators that PyTorch's autograd runs for a step are recorded once, when a task is published (``recording``), and
-written as a graph (``lowering``). The inference runtime then trains with it (``edge_sdk.engines.onnx``) on devices that
-have neither PyTorch nor the model's code.
+written as a graph (``lowering``). The inference runtime then trains with it (``edge_sdk.engines.onnx``).
 
     step        parameters, buffers, input, target, random numbers -> loss, output, error, gradients, buffers
     evaluation  parameters, buffers, input, target                 -> loss, output
@@ -11,8 +10,7 @@ Parameters and buffers have their state-dict names; gradients are named ``grad:N
 moves ``new:NAME``; ``error`` is the gradient of the loss by the output. Only the batch axis is free. The graphs hold
 neither weights nor data. Both are compared with PyTorch at two batch sizes before publication.
 
-This module, ``recording`` and ``lowering`` hold the package's only uses of PyTorch's private API: functional tensors,
-the table of decompositions, and the exporter's registry of translations.
+This module, ``recording`` and ``lowering`` hold the package's only uses of PyTorch's private API.
 """
 
 from __future__ import annotations
@@ -87,8 +85,8 @@ def compile_step(
 ) -> Graphs:
     """Return the graphs of a model and its loss.
 
-    inputs [N, ...] and targets [N, ...]: a few samples, N >= 1. progress: called with a description of each phase. The
-    model does not change. Raises CannotCompile, and MissingPart without onnx, onnxscript and onnxruntime.
+    inputs [N, ...] and targets [N, ...]: a few samples, N >= 1. progress: called with a description of each phase.
+    Raises CannotCompile, and MissingPart without onnx, onnxscript and onnxruntime.
     """
     model = _plain(model)
     batch = Batch(*_counting(inputs, targets, ignored_label(loss)))
@@ -106,7 +104,7 @@ def compile_step(
 
 
 def _counting(inputs: Tensor, targets: Tensor, ignored: int | None) -> tuple[Tensor, Tensor]:
-    """Return the samples whose target the loss counts; without any, the mean loss would be 0 / 0."""
+    """Return the samples whose target the loss counts."""
     if ignored is None:
         return inputs, targets
     known = targets.reshape(len(targets), -1).ne(ignored).any(dim=1)

@@ -1,9 +1,8 @@
 """ONNX translations of backward operators that torch's exporter lacks or translates inefficiently.
 
 ``TABLE``: functions with the operator's arguments, with values of the ONNX graph instead of tensors. Spatial sizes are
-fixed; the batch is free. ``DECOMPOSITIONS``: normalisations and their backward passes, in half as many operators as
-torch's own decompositions; the exporter's batch norm in training mode is wrong. ``Fourier``: transforms of signals as
-products of real matrices.
+fixed; the batch is free. ``DECOMPOSITIONS``: normalisations and their backward passes; torch's own need twice the
+operators, and the exporter's batch norm in training mode is wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Matrix = NDArray[np.float64]
 
 
 class CannotCompile(ManifestError):
-    """The training step cannot be written as a graph; the message names the operator. PyTorch can still train it."""
+    """The training step cannot be written as a graph; PyTorch can still train it."""
 
 
 def _op() -> Any:
@@ -129,7 +128,7 @@ def max_pool(
     dilation: Sequence[int] = (1, 1),
     ceil_mode: bool = False,
 ) -> Any:
-    """Return maxima and their positions in the whole tensor, in ONNX's numbering; only the backward pass reads them."""
+    """Return maxima and their positions in the whole tensor, in ONNX's numbering."""
     op = _op()
     padding = _pair(padding)
     dilation = _pair(dilation)
@@ -310,7 +309,7 @@ def _spread(vector: Tensor, x: Tensor) -> Tensor:
 
 
 def _count(x: Tensor, axes: Sequence[int]) -> Any:
-    """Return the number of entries over axes; a tensor if the batch is among them, because it may have any size."""
+    """Return the number of entries over axes; a tensor if the batch is among them."""
     rest = math.prod(x.shape[axis] for axis in axes if axis != 0)
     return x.new_ones(x.shape[0]).sum() * rest if 0 in axes else rest
 
@@ -559,8 +558,8 @@ class Fourier(TorchFunctionMode):
     """Mode that writes ``torch.stft``, ``torch.fft.rfft`` and ``torch.fft.fft`` of real tensors as matrix products.
 
     They return ``Complex``. So their gradients are products too, and the graph has no complex values. ONNX Runtime's
-    own transforms have no gradient, and are off by 1e-3 if a length is not a power of two. ``used``: whether a
-    transform was called. Raises CannotCompile for other transforms.
+    own transforms have no gradient, and are off by 1e-3 if a length is not a power of two. Raises CannotCompile for
+    other transforms.
     """
 
     def __init__(self) -> None:
@@ -636,7 +635,7 @@ def _magnitude(value: Any) -> Tensor:
 class Complex:
     """Complex numbers as two real tensors of one shape.
 
-    Supports parts, magnitudes, sums, products, conjugates, and operators that move entries; others raise CannotCompile.
+    Unsupported operators raise CannotCompile.
     """
 
     dtype = torch.complex64

@@ -1,9 +1,8 @@
 """The manifest of an ``nn.Module`` without neurons, for methods that train and send whole tensors.
 
 The model runs once on an example in evaluation mode; hooks record its layers with their number of positions, and the
-parameters used outside of layers. ``forward`` may therefore contain anything that can be exported to ONNX: recurrent
-layers, tied weights, Python control flow. Weights that are also used outside their layer are never pruned.
-``edge_sdk.publishing.coupling`` finds manifests with neurons.
+parameters used outside of layers. ``forward`` may therefore contain anything that can be exported to ONNX. Weights that
+are also used outside their layer are never pruned. ``edge_sdk.publishing.coupling`` finds manifests with neurons.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ def describe_whole(
 ) -> Manifest:
     """Return the manifest of ``model`` without neurons, found by running it on ``example`` [N, ...], N >= 1.
 
-    Tensors come in state-dict order, tied ones under their first name. Integers and buffers of one number cannot be
-    averaged and stay personal. Tensors that training does not change are frozen (``modes.frozen_names``), or dropped if
-    they are unread parameters. The model does not change. Raises UnsupportedLayer, naming the tensor, for types that
+    Integers and buffers of one number cannot be averaged and stay personal. Raises UnsupportedLayer for types that
     cannot be sent, and for a model whose output is not one tensor, batch first.
     """
     refuse_types(model)
@@ -80,7 +77,6 @@ def describe_whole(
 
 
 def _statistics(model: nn.Module, frozen: Collection[str]) -> set[str]:
-    """Return the names of buffers that can be averaged. Raises UnsupportedLayer if one is infinite."""
     found: set[str] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, nn.Parameter) or tensor.dtype != torch.float32 or not tensor.dim():

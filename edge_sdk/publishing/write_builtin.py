@@ -1,8 +1,6 @@
 """Maintainers' tool: rewrite the files of the built-in tasks after a model changed.
 
-    python -m edge_sdk.publishing.write_builtin
-
-A test compares the committed files with its output.
+python -m edge_sdk.publishing.write_builtin
 """
 
 from __future__ import annotations

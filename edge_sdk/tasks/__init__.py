@@ -1,4 +1,4 @@
-"""Tasks: the data of one device, with the model and the loss for training with PyTorch.
+"""Tasks: the data of one device, with model and loss for PyTorch.
 
 Built-in tasks and those of other packages register a loader under the entry point ``sparrow.tasks``; users make a
 ``Task`` directly. ``mnist:leaf`` names one of several networks of a task.
@@ -57,8 +57,7 @@ def as_arrays(batch: Iterable[Any]) -> tuple[Array, Array]:
 def passes(batches: Batches, seed: int) -> Iterator[Any]:
     """Yield the batches of endless passes, each pass shuffled if the data support it.
 
-    The order follows from ``seed`` by numpy's PCG64; torch's default generator, which a DataLoader uses, is seeded too.
-    Raises ValueError if there is no batch.
+    Also seeds torch's default generator, which a DataLoader uses. Raises ValueError if there is no batch.
     """
     if len(batches) == 0:
         raise ValueError("the task's training data has no batches; give it at least one sample")
@@ -71,7 +70,7 @@ def passes(batches: Batches, seed: int) -> Iterator[Any]:
 
 
 def count_examples(batches: Batches) -> int:
-    """Return the number of samples in one pass, counted only if it is not declared."""
+    """Return the number of samples in one pass, declared or counted."""
     known = getattr(batches, "num_examples", None)
     if isinstance(known, int):
         return known
@@ -179,8 +178,8 @@ class Task:
 class Seeded:
     """A model that ``build``, a class or function without arguments, creates.
 
-    ``publish`` and ``join`` call it under the federation's seed, so that all devices have the same initial weights,
-    even weights that are never sent. It is called only if PyTorch trains.
+    It is called under the federation's seed, so that all devices have the same initial weights, and only if PyTorch
+    trains.
     """
 
     build: Callable[[], nn.Module]
@@ -193,7 +192,7 @@ def is_module(model: object) -> bool:
 
 
 def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Return a model whose initial weights depend only on ``seed``; torch's generator is restored."""
+    """Return a model whose initial weights depend only on ``seed``."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -223,7 +222,7 @@ def load_task(
 ) -> Task:
     """Return the task registered as ``name``, or ``name:model``, over this device's data; its model is not yet seeded.
 
-    manifest: the federation's; None to publish. Raises UnknownTask.
+    manifest: None to publish. Raises UnknownTask.
     """
     task, colon, model = name.partition(":")
     loader = _find_loader(task)
@@ -239,7 +238,7 @@ def load_task(
 def load_data_of(manifest: Manifest, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
     """Return a federation's task over this device's data; if it is not installed, the samples of ``data`` only.
 
-    Such a task has no model and is trained with ONNX Runtime. Raises UnknownTask without data.
+    Raises UnknownTask without data.
     """
     name = manifest.task
     if name.partition(":")[0] in installed("sparrow.tasks"):

@@ -59,8 +59,8 @@ USUAL = Compute()
 def choose_device(accelerator: str, *, deterministic: bool = False, nodes: Path = Path("/dev")) -> str:
     """Return the device, cpu or cuda, for ``accelerator``, one of ACCELERATORS.
 
-    deterministic: bitwise equal results, guaranteed only on a processor. nodes: folder of device nodes. Raises
-    BadArgument for an unknown word, and for CUDA if it is missing or ``deterministic`` is set.
+    deterministic: bitwise equal results. nodes: folder of device nodes. Raises BadArgument, also for CUDA if it is
+    missing or ``deterministic`` is set.
     """
     if accelerator not in ACCELERATORS:
         raise BadArgument(f"unknown accelerator {accelerator!r}; choose from {', '.join(ACCELERATORS)}")

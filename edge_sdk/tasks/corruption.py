@@ -1,9 +1,8 @@
 """Corrupted test images: eleven kinds of CIFAR-10-C are computed, the others read from published files.
 
-Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019,
-arXiv:1903.12261. Each kind is a pure function of bytes [N, H, W, C], a severity from 1 to 5 and a generator, with the
-constants of the published generator for CIFAR-10 (``make_cifar_c.py``). As there, values in 0..1 are clipped,
-multiplied by 255 and truncated. Only the random draws of the noises differ from the published arrays.
+Hendrycks and Dietterich, ICLR 2019, arXiv:1903.12261. Each kind is a pure function of bytes [N, H, W, C], a severity
+from 1 to 5 and a generator, with the constants of the published generator for CIFAR-10 (``make_cifar_c.py``). Only the
+random draws of the noises differ from the published arrays.
 
 Eight more kinds need photographs, ImageMagick or OpenCV's warps. They are read from a folder ``CIFAR-10-C`` with one
 file per kind: uint8 [50000, 32, 32, 3], by severity, each with all 10,000 published test images in their order.
@@ -39,8 +38,7 @@ FOLDER = "CIFAR-10-C"
 def corrupt(images: Images, name: str, severity: int, *, seed: int, device: int) -> Images:
     """Return a corrupted copy of ``images`` [N, H, W, C], C of 1 (grey) or 3.
 
-    Random draws follow from (seed, device, name, severity) on every machine. Raises BadOption for an unknown kind or
-    severity, and for images that the kind does not apply to.
+    Raises BadOption for an unknown kind or severity, and for images that the kind does not apply to.
     """
     if name not in CORRUPTIONS:
         raise BadOption(f"--data: {_unknown(name)}")
@@ -119,7 +117,7 @@ def gaussian_blur(images: Images, severity: int, random: np.random.RandomState) 
 
 
 def defocus_blur(images: Images, severity: int, random: np.random.RandomState) -> Images:
-    """Disk of radius r, its edge softened by a 3 x 3 gaussian; mirrored at the border without repeating its pixels."""
+    """Disk of radius r, its edge softened by a 3 x 3 gaussian; mirrored at the border."""
     radius, softening = ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1.0, 0.2), (1.5, 0.1))[severity - 1]
     return _bytes(_correlated(_values(images), disk(radius, softening), mode="reflect"))
 
@@ -132,7 +130,7 @@ def gaussian_weights(deviation: float, radius: int) -> Values:
 
 
 def disk(radius: float, softening: float) -> Values:
-    """Return equal weights for i² + j² <= radius², blurred by a 3 x 3 gaussian: [2 reach + 1] squared, with sum 1."""
+    """Return equal weights for i² + j² <= radius², blurred by a 3 x 3 gaussian, with sum 1."""
     reach = math.floor(radius) + 1
     offsets = np.arange(-reach, reach + 1) ** 2
     flat = (offsets[:, None] + offsets[None, :] <= radius**2).astype(np.float64)
@@ -199,7 +197,7 @@ def saturate(images: Images, severity: int, random: np.random.RandomState) -> Im
 
 
 def pixelate(images: Images, severity: int, random: np.random.RandomState) -> Images:
-    """Scaled to the share c of each side and back; a pixel is the mean of the pixels whose centre it covers."""
+    """Scaled to the share c of each side and back."""
     from PIL import Image
 
     share = (0.95, 0.90, 0.85, 0.75, 0.65)[severity - 1]
@@ -273,7 +271,7 @@ def read_published(folder: Path, name: str, severity: int, targets: Array, *, sh
     """Return the published images of one kind and severity [N, *shape], mapped, in the order of ``targets`` [N].
 
     ``CIFAR-10-C`` is in ``folder``, or next to it if it is a file. Raises DataError, also if its ``labels.npy`` differs
-    from ``targets``: the images would then be in another order.
+    from ``targets``.
     """
     place = (folder if folder.is_dir() else folder.parent) / FOLDER
     images, labels = (_mapped(place / f"{each}.npy") for each in (name, "labels"))

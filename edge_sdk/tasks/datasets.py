@@ -15,8 +15,8 @@ class Dataset:
     """All samples: the published training part, then the test part, if any; compared by identity, for caches.
 
     inputs [N, ...]: bytes or floats as stored, or ``Decoded``. targets [N]: int64, classes from 0. people [N]: index
-    into ``names`` of each sample's person or domain; people without training samples come last. published: size of
-    the training part. sources [N]: names of the recording devices. runs [N]: numbers of the unbroken recordings.
+    into ``names`` of each sample's person or domain; people without training samples come last. published: size of the
+    training part. sources [N]: recording devices. runs [N]: unbroken recordings.
     """
 
     inputs: Any

@@ -35,7 +35,7 @@ DEVICES = 10
 
 
 class Partition(Protocol):
-    """Protocol of partitions, which are registered under the entry point ``sparrow.partitions`` (see ``partition``)."""
+    """Protocol of partitions, with the entry point ``sparrow.partitions``."""
 
     def __call__(self, labels: Array, people: Array | None, *, of: int, seed: int, **options: float) -> list[Index]:
         """Return each device's indices, sorted, without repeats, identical on every machine. Raises DataError."""
@@ -109,7 +109,7 @@ class Dealing:
     def place(self, device: str, of: int) -> int:
         """Return the part of ``of`` for a device: ``index``, else the number that its name ends in, else its hash.
 
-        ``pi-7`` holds part 7. Without a number, or with one too large, two devices may hold the same part.
+        ``pi-7`` holds part 7. Without such a number, two devices may hold the same part.
         """
         if self.index is not None:
             if self.index >= of:
@@ -130,10 +130,7 @@ def read_dealing(
     partition: str = "dirichlet",
     corruptible: bool = False,
 ) -> Dealing:
-    """Read ``[PATH,]key=value,...``; a PATH cannot contain a comma. Raises BadOption.
-
-    seed, partition: defaults. corruptible: whether the task supports ``corruption``.
-    """
+    """Read ``[PATH,]key=value,...``. Raises BadOption. seed, partition: defaults."""
     entries = _entries(data or "")
     path = None
     if needs_path and entries and not _KEY.match(entries[0]):
@@ -187,7 +184,7 @@ def _values(texts: Mapping[str, str], partition: str, advice: str) -> tuple[dict
 
 
 def check_keys(text: str, more: Sequence[str]) -> None:
-    """Raise BadOption for unknown keys, before a file is read. more: additional valid keys."""
+    """Raise BadOption for unknown keys. more: additional valid keys."""
     entries = _entries(text)
     given = dict(entry.partition("=")[::2] for entry in entries)
     named = [name.strip() for key, name in given.items() if key.strip() == "partition"]
@@ -256,10 +253,7 @@ def _option_types(rule: Callable[..., object]) -> dict[str, type]:
 
 
 def deal(dataset: Dataset, dealing: Dealing, *, device: str) -> Split:
-    """Return this device's samples by use, as indices into ``dataset``. Raises DataError.
-
-    A process deals the whole set once, for all its simulated devices.
-    """
+    """Return this device's samples by use, as indices into ``dataset``. Raises DataError."""
     index, of = place(dataset, dealing, device=device)
     all_devices = replace(dealing, index=None)
     own = _split(dataset, _deal(dataset, all_devices, of)[index], dealing)

@@ -1,6 +1,6 @@
 """Images, decoded once into a memory-mapped file in the shared cache folder.
 
-Files in the cache, ``$XDG_CACHE_HOME/sparrow`` or ``~/.cache/sparrow``, may be deleted at any time.
+The cache, ``$XDG_CACHE_HOME/sparrow`` or ``~/.cache/sparrow``, may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def decode_images(
 ) -> Array:
     """Return ``count`` images, [count, *shape] uint8, mapped.
 
-    images: yields name and bytes of each; called only if the pixels are not cached. sources: files whose sizes and
-    time stamps identify the images in the cache. Raises DataError.
+    images: yields name and bytes of each; called only if the pixels are not cached. sources: files whose sizes and time
+    stamps identify the images. Raises DataError.
     """
 
     def fill(pixels: Array) -> None:
@@ -57,7 +57,7 @@ def kept_array(
 ) -> Array:
     """Return the cached array of this ``name``, mapped; ``fill`` makes it if it is missing.
 
-    content: description for messages. Raises DataError if it cannot be stored, and the errors of ``fill``.
+    content: description for messages. Raises DataError.
     """
     path = cache_folder() / f"{name}.npy"
     if not path.exists():

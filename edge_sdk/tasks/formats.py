@@ -91,10 +91,7 @@ class _Part:
 
 
 def read_dataset(path: str | None, wanted: SampleFormat) -> Dataset:
-    """Return the data set at ``path``, a file or a folder; cached until its time stamp changes.
-
-    Raises DataError.
-    """
+    """Return the data set at ``path``, cached until its time stamp changes. Raises DataError."""
     if not path:
         raise BadOption(f"the task {wanted.task} needs data: add --data PATH; {wanted.advice}")
     place = expanded(path).resolve()
@@ -171,7 +168,6 @@ def _archived(path: Path, archive: Mapping[str, Array], use: str, inputs: Array 
 
 
 def _people_beside(path: Path, archive: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the people arrays of a file in the same folder, such as mnist_writers.npz."""
     for kind in PEOPLE:
         beside = path.with_name(f"{path.stem}_{kind}s.npz")
         if not beside.is_file():
@@ -311,7 +307,6 @@ def _table(place: Path, wanted: SampleFormat) -> Dataset | None:
 
 
 def _read_table(path: Path) -> _Part:
-    """Return the samples of a table, one per row: inputs [N, columns] as numbers. Raises DataError."""
     raw = read_file(path, ReadOptions(target="class"))[""]
     assert raw.labels is not None
     assert not isinstance(raw.inputs, Decoded), "rows of a table"
@@ -504,9 +499,7 @@ def _checked(source: str, inputs: Array, labels: Array, wanted: SampleFormat) ->
 
 
 def _numbered(source: str, labels: Array, wanted: SampleFormat) -> NDArray[np.int64]:
-    """Return class indices; names are numbered in sorted order if their number equals the number of classes. Raises
-    DataError.
-    """
+    """Return class indices; names are numbered in sorted order. Raises DataError."""
     if labels.dtype.kind in "iub":
         return labels.astype(np.int64)
     # pandas stores integers as floats if one is missing.

@@ -1,8 +1,7 @@
 """Checks and conversion of an application's data, for all engines, before a device enrols.
 
-``take_in`` checks all data in memory and the first batch of any other loader. ``suited`` then converts inputs and
-targets to the types of a training step. Later batches of a loader are checked when training reads them, and raise the
-same BadArgument.
+``take_in`` checks all data in memory and the first batch of any other loader. Later batches of a loader are checked
+when training reads them, and raise the same BadArgument.
 
     list of pairs                     unchanged, or batches converted once, without empty ones
     generator, zip, map, iterator     read once into a list
@@ -47,8 +46,7 @@ Pair = tuple[Any, Any]
 def take_in(task: Task, manifest: Manifest) -> Task:
     """Return the task with data converted for engines, or for the federation's preparation.
 
-    A task without prepared data gives raw samples if the federation has a preparation. Raises BadArgument, naming the
-    loader.
+    Raises BadArgument, naming the loader.
     """
     _check_names(task, manifest)
     raw = manifest.preparation if task.prepared is None else None
@@ -106,7 +104,7 @@ class Fit(Protocol):
 
 
 class Fitted:
-    """Batches of ``source``, each converted when it is read; other attributes are those of the source.
+    """Batches of ``source``, each converted when it is read.
 
     length: batches in a pass, if ``source`` has no length.
     """
@@ -322,7 +320,7 @@ class _Loader:
         return counts
 
     def _kept(self, given: Any, array: Array, same: bool) -> Any:
-        """Return the original value if engines can read it and it equals ``array``, else the array."""
+        """Return the original value if engines can read it, else ``array``."""
         torch = sys.modules.get("torch")
         if not same or torch is None or not isinstance(given, torch.Tensor) or given.requires_grad:
             return array
@@ -330,7 +328,6 @@ class _Loader:
         return given if _type(given) == array.dtype.name and (on_processor or self._models is not None) else array
 
     def _array(self, value: Any, part: str, where: str) -> Array:
-        """Return a value as an array of a type that engines support, copied only if needed."""
         array = self._plain_array(value, part, where)
         if array.dtype.kind not in "biuf":
             raise self.wrong(f"the {part} are {_form(array)}; convert each value to a number", where)
@@ -472,7 +469,7 @@ class _Loader:
         return targets
 
     def _classes_of_parts(self, shape: tuple[int, ...]) -> int:
-        """Return the number of classes of pixels or characters; 0 if the targets may be something else."""
+        """Return the number of classes of pixels or characters; 0 for other targets."""
         outputs = self._outputs
         if len(outputs) < 2 or not shape:
             return 0
@@ -575,7 +572,7 @@ def _first_not_finite(values: Array) -> int | None:
 
 @contextmanager
 def random_state_kept(*loaders: Any) -> Iterator[None]:
-    """Context manager: restore all random states that reading these loaders may change."""
+    """Context manager: restore the random states."""
     torch = sys.modules.get("torch")
     python = random.getstate()
     numpy = np.random.get_state()

@@ -97,7 +97,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The samples ``index`` (integers [n]) of a shared set, never copied whole; batches are ``scale``d if given."""
+    """The samples ``index`` (integers [n]) of a shared set, never copied whole."""
 
     inputs: Any
     targets: Array
@@ -151,7 +151,7 @@ def _take(array: Any, chosen: Positions) -> Any:
 
 @dataclass(frozen=True)
 class ArrayBatches:
-    """Batches over samples in memory, in order or ``shuffled``; the last batch may be smaller."""
+    """Batches over samples in memory."""
 
     # A DataLoader collates sample by sample in Python, which costs several training steps for small images.
 

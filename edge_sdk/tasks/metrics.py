@@ -75,8 +75,7 @@ def measure(
 ) -> dict[str, float]:
     """Return each metric by name, over all batches of outputs and targets; empty without batches.
 
-    A metric that fails or is not finite is logged and left out. ignored: label that ``top1`` and ``iou`` leave out; the
-    user's own functions get all targets.
+    A metric that fails or is not finite is logged and left out. ignored: label that ``top1`` and ``iou`` leave out.
     """
     found: dict[str, float] = {}
     of_classes = {"ignored": ignored}

@@ -48,10 +48,10 @@ def _convolutional(
     norm: bool = False,
     bias: bool = True,
 ) -> nn.Module:
-    """Return convolutions between these numbers of channels, and linear layers between these sizes, each with ReLU.
+    """Return convolutions and linear layers between these sizes, each with ReLU.
 
-    pool: size and stride of the max-pooling after each of the first two convolutions. norm: batch norm after each
-    convolution. bias: whether hidden linear layers have biases.
+    pool: size and stride of the max-pooling after each of the first two convolutions. bias: whether hidden linear
+    layers have biases.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for stage, (before, after) in enumerate(pairwise(channels), 1):
@@ -133,7 +133,7 @@ def uci_har_small() -> nn.Module:
 def uci_har_dmpfl() -> nn.Module:
     """[N,9,128] windows -> [N,6]: DM-PFL's HAR network, assumed to have hidden layers of 256 and 128.
 
-    The paper uses 561 features derived from these windows; the inputs here are the windows.
+    The paper uses 561 features of these windows.
     """
     return nn.Sequential(
         OrderedDict(
@@ -257,7 +257,7 @@ class Broadcast(nn.Module):
 
     y = x + f2(x) + f1(mean over F of f2(x)): f2 is a depthwise convolution along frequency, f1 a depthwise one along
     time and a pointwise one, broadcast along frequency. Group norm replaces batch and sub-spectral norm, whose running
-    statistics fit no device if the devices' data differ.
+    statistics fit no single device.
     """
 
     def __init__(self, channels: int, dilation: int = 1) -> None:

@@ -1,8 +1,8 @@
 """Partitions of a data set over many devices, and the split of one device's part.
 
 A partition is a function of labels [samples] (classes of any type), people [samples] or None (who made each sample),
-``of`` (number of devices) and a seed; it returns each device's indices, sorted, without repeats. Further keyword
-arguments are numeric options with defaults.
+``of`` (number of devices) and a seed; it returns each device's indices, sorted, without repeats. Further arguments are
+numeric options.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ def dirichlet(
 ) -> list[Index]:
     """Label skew: per class, q ~ Dir(alpha·1_N) gives each of the N = ``of`` devices its share of the samples.
 
-    Small ``alpha`` gives each device few classes. Proportions are redrawn until every device has ``minimum`` samples
-    (FedSPU, arXiv:2403.11464, section 5, names the distribution only). Every sample is dealt. Raises DataError if that
-    is impossible.
+    FedSPU, arXiv:2403.11464, section 5. Redrawn until every device has ``minimum`` samples. Every sample is dealt.
+    Raises DataError if that is impossible.
     """
     _check(labels, of, minimum)
     if not (alpha > 0 and math.isfinite(alpha)):
@@ -71,8 +70,7 @@ def grouped(
 ) -> list[Index]:
     """Label skew between ``groups`` of similar devices: ``dirichlet`` over groups, then equal mixtures within a group.
 
-    Device i is in group i mod ``groups``, so that later devices are similar to some of the earlier ones. Devices of a
-    group have equally many samples of each class, plus or minus one. Every sample is dealt.
+    Device i is in group i mod ``groups``. Every sample is dealt.
     """
     _check(labels, of, minimum)
     if not 1 <= groups <= of:
@@ -94,7 +92,7 @@ def grouped(
 def shards(labels: Array, people: Array | None, *, of: int, seed: int, shards: int = 2) -> list[Index]:
     """Pathological label skew: samples sorted by label, cut into ``of * shards`` equal pieces, ``shards`` per device.
 
-    McMahan et al. (arXiv:1602.05629, section 3); most devices hold two classes. Every sample is dealt.
+    McMahan et al. (arXiv:1602.05629, section 3). Every sample is dealt.
     """
     if shards < 1:
         raise BadOption(f"shards is {shards}; give at least 1")
@@ -161,8 +159,7 @@ def quantity(
 ) -> list[Index]:
     """Quantity skew only: sizes follow a log-normal whose logarithm has deviation ``sigma``; labels are mixed.
 
-    As in FedDyn's experiments (Acar et al., arXiv:2111.04263). Redrawn until every device has ``minimum`` samples.
-    Every sample is dealt.
+    Acar et al., arXiv:2111.04263 (FedDyn). Redrawn until every device has ``minimum`` samples. Every sample is dealt.
     """
     _check(labels, of, minimum)
     if not (sigma >= 0 and math.isfinite(sigma)):
@@ -211,12 +208,11 @@ def split(
 ) -> Split:
     """Split ``count`` samples into train, validation and test at random.
 
-    held_out: test share; None for no test set. validation: share of the rest. The default is 0.595, 0.105 and 0.3.
-    Early stopping reads validation and reports read test (the authors use one set for both, which flatters the
-    reports). Each set gets at least one sample.
+    held_out: test share; None for no test set. validation: share of the rest. The default is 0.595, 0.105 and 0.3. Each
+    set gets at least one sample.
 
     runs [count]: unbroken recording of each sample. A recording is in one set only, because neighbouring samples
-    overlap; the test set then has at least its share, validation at most its own.
+    overlap.
 
     Raises DataError for fewer samples, or recordings, than sets, and BadOption for shares outside (0, 1).
     """
@@ -247,12 +243,12 @@ def split(
 
 
 def shifted(own: Index, union: Index, *, seed: int, device: int, degree: float) -> Index:
-    """Return a shifted test set: ``floor(degree * n + 0.5)`` of the device's n test samples are replaced.
+    """Return a shifted test set: ``floor(degree * n + 0.5)`` of the device's n test samples are replaced (as in
+    DM-PFL).
 
     own: the device's test samples. union: those of all devices, each once; replacements are drawn from it without
-    replacement, and may be the device's own. Samples kept at a larger degree are a subset of those kept at a smaller
-    one. The draw follows from (seed, device, degree). After DM-PFL's meta-distribution. The kept indices come first.
-    Raises BadOption for a degree outside [0, 1].
+    replacement. Samples kept at a larger degree are a subset of those kept at a smaller one. The kept indices come
+    first. Raises BadOption for a degree outside [0, 1].
     """
     if not 0 <= degree <= 1:
         raise BadOption(f"shift is {degree}; give a share from 0 to 1")

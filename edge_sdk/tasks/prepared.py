@@ -1,8 +1,8 @@
 """A federation's preparation on this device: raw samples pass its graph once, when data are loaded.
 
 Prepared samples stay in memory if they need at most ``SHARE`` of the available memory; otherwise each batch is prepared
-when it is read. Arrays that simulated devices share are prepared once in a process. Each device's own statistics are
-computed at its first start and kept, because the model was trained with them.
+when it is read. Each device's own statistics are computed at its first start and kept, because the model was trained
+with them.
 """
 
 from __future__ import annotations
@@ -110,8 +110,7 @@ _KEPT = _Kept()
 def prepare_decoded(samples: Decoded, preparer: Preparer, room: int) -> Array:
     """Return the prepared inputs of ``Decoded`` samples: in memory if they fit ``room``, else in a mapped file.
 
-    The file in the cache folder is named by the digests of samples and preparation, and is made once. Raises DataError
-    for a sample that cannot be decoded, or a cache that cannot be written.
+    The file in the cache folder is named by the digests of samples and preparation. Raises DataError.
     """
     first = preparer([samples[0]])
     shape = (len(samples), *first.shape[1:])
@@ -133,7 +132,7 @@ def _fill(made: Array, samples: Decoded, preparer: Preparer) -> None:
 def load_preparer(manifest: Manifest, graph: bytes, own: Mapping[str, Array]) -> Preparer:
     """Return the preparer of a federation's preparation, after all checks.
 
-    own: the device's own statistics, if the preparation uses them. Raises GraphError for a graph that must not be run.
+    own: the device's own statistics. Raises GraphError for a graph that must not be run.
     """
     try:
         check_preparation(graph, manifest)
@@ -172,8 +171,8 @@ def compute_own(batches: Batches, description: Preparation) -> dict[str, NDArray
 def prepared(task: Task, preparer: Preparer, *, memory_limit: int | None = None) -> Task:
     """Return the task with prepared instead of raw samples; repeated calls have no effect.
 
-    memory_limit: bytes that the process may hold; None: the available memory. Raises BadArgument for raw samples of
-    another shape or type, and GraphError for a preparation that mixes samples of a batch.
+    memory_limit: bytes that the process may hold; None: the available memory. Raises BadArgument, and GraphError for a
+    preparation that mixes samples of a batch.
     """
     if task.prepared is not None:
         return task
@@ -253,7 +252,7 @@ def entry_name(description: Preparation, place: int) -> str:
 
 
 def differences(found: Statistics, description: Preparation) -> list[tuple[str, str]]:
-    """Return (text for the user, text for the operator) for each column or channel with strong differences."""
+    """Return (text for the user, text for the operator) per column or channel."""
     # Other units than the publisher's are the usual cause. The operator's text contains no statistic of the device's
     # data.
     remarks = []

@@ -1,9 +1,8 @@
-"""Preparations of a user's own files, as ONNX graphs: scale, standardise, one-hot, and the order of axes.
+"""Preparations of a user's own files, as ONNX graphs.
 
 Each graph maps raw samples [N, *raw] to inputs of a model [N, *shape], float32. Constants come from the publisher's
 training samples; with ``own`` each device inserts its own. A column or channel whose standard deviation is at most
-``FLAT`` times its mean is only centred. A missing number (NaN) becomes the mean, which is 0 after standardising; an
-unknown category (-1) becomes zeros.
+``FLAT`` times its mean is only centred. A missing number (NaN) becomes the mean, an unknown category (-1) zeros.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class BuiltPreparation:
 class Statistics:
     """Mean and standard deviation of each column or channel, float64 [entries]; 0 and 1 for categories.
 
-    flat [entries]: True if all values are the same; the deviation is 1 then.
+    flat [entries]: True if all values are the same; the deviation is then 1.
     """
 
     mean: NDArray[np.float64]
@@ -62,9 +61,9 @@ class Statistics:
 
 
 def statistics_of(batches: Iterable[Array], channel: int, columns: Sequence[Column] = ()) -> Statistics:
-    """Return the statistics of raw samples along their axis ``channel``, without missing values (NaN).
+    """Return the statistics of raw samples along their axis ``channel``, without NaN.
 
-    batches: arrays [N, *raw], read once. A deviation of zero, or of rounding only, counts as 1.
+    batches: arrays [N, *raw], read once.
     """
     count: Any = 0.0
     total: Any = 0.0
@@ -93,16 +92,13 @@ def statistics_of(batches: Iterable[Array], channel: int, columns: Sequence[Colu
 
 
 def own_constants(found: Statistics, columns: Sequence[Column]) -> dict[str, NDArray[np.float32]]:
-    """Return a device's statistics by the names of the initialisers; of a table only its numeric columns."""
+    """Return a device's statistics by the names of the initialisers."""
     kept = [place for place in range(len(found.mean)) if not (columns and columns[place].categories)]
     return {OWN_MEAN: found.mean[kept].astype(np.float32), OWN_DEVIATION: found.deviation[kept].astype(np.float32)}
 
 
 def prepare_rows(columns: Sequence[Column], found: Statistics, *, own: bool = False) -> BuiltPreparation:
-    """Return the preparation of a table: standardised numbers, then one output per category, in this order.
-
-    found: statistics of the publisher's rows, one entry per column.
-    """
+    """Return the preparation of a table: standardised numbers, then one output per category, in this order."""
     numbers = [place for place, column in enumerate(columns) if not column.categories]
     graph = _new_graph()
     parts = []
@@ -212,8 +208,8 @@ def prepare_sounds(
 ) -> BuiltPreparation:
     """Return the preparation of mono sounds [N, T] of up to ``longest`` samples: log-mel energies [1, MELS, frames].
 
-    found: statistics by mel band; None leaves the energies unscaled. step: seconds between two windows of a recording,
-    all of ``longest`` samples; None for whole sounds of various lengths.
+    found: statistics by mel band; None leaves the energies unscaled. step: seconds between two windows of a recording;
+    None for whole sounds of various lengths.
     """
     graph = _new_graph()
     clip = hearing.clip

@@ -1,4 +1,4 @@
-"""Public data sets that devices share: images, human activities, and a text.
+"""Public data sets: images, human activities, and a text.
 
 ``data`` is like ``PATH,partition=dirichlet,alpha=0.1,index=3,of=100`` (see ``dealing``); PATH is a file or folder in a
 format of ``formats``. Nothing is downloaded.

@@ -5,9 +5,9 @@
     people [S]    the speaker
     place [S]     optional order of the speeches
 
-As in LEAF (Caldas et al., arXiv:1812.01097), a role's speeches form one text, and short roles are left out. Unlike in
-LEAF, a window starts at every tenth character instead of each, because neighbours hardly differ; and a role's text is
-cut into pieces of 500 characters, so that a split between pieces shares no character.
+As in LEAF (Caldas et al., arXiv:1812.01097), a role's speeches form one text, and short roles are left out. But a
+window starts at every tenth character, because neighbours hardly differ; and a role's text is cut into pieces of 500
+characters, so that a split between pieces shares no character.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAST = 2_000
 def windows(text: Array, start: Array, people: Array, place: Array | None, *, length: int) -> Samples:
     """Return windows of ``length`` characters of all roles with enough text. Raises DataError.
 
-    Returns inputs [N, length], targets [N] of characters, the role [N], and the piece within the role [N].
+    Returns inputs [N, length], targets [N], the role [N], and the piece within the role [N].
     """
     if text.dtype != np.uint8 or text.ndim != 1:
         raise DataError(f"text is {text.dtype} {text.shape}; provide characters as uint8 [T]")

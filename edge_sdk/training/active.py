@@ -175,7 +175,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _into_input(layer: nn.Conv1d | nn.Conv2d, error: Tensor, shape: torch.Size, block: ActiveBlock) -> Tensor:
-    """Return the gradient of the input, possibly zero for channels whose gradient no layer needs."""
+    """Return the gradient of the input, or zero if no layer needs it."""
     weight = block.parameter.detach()
     some = _scatters(block)
     if some:

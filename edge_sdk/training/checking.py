@@ -1,7 +1,7 @@
 """Check that a task's data, model and loss work together.
 
 The first batch of each loader passes through model and loss; errors name the loader. Model, running statistics and
-random numbers are restored, so that results with a seed stay bit-identical.
+random numbers are restored.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ PAIR = "(inputs, targets), two arrays or tensors"
 
 
 def check_task(task: Task, manifest: Manifest | None = None) -> None:
-    """Raise BadArgument if the data, model and loss of ``task`` do not work together.
-
-    manifest: the federation's, for the shape of a sample.
-    """
+    """Raise BadArgument if the data, model and loss of ``task`` do not work together."""
     if not isinstance(task.model, nn.Module):
         raise BadArgument(f"the task's model is a {type(task.model).__name__}; give a torch.nn.Module")
     if not callable(task.loss):
@@ -236,7 +233,7 @@ class _Check:
             )
 
     def _check_metrics(self, outputs: Tensor, targets: Tensor) -> None:
-        """Check that the metrics can be computed; a value may be undefined on one batch."""
+        """Check that the metrics can be computed."""
         for name, metric in self.task.measured.items() if self.name != "train" else ():
             try:
                 with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -333,7 +330,6 @@ def _everything(loader: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _last_batch(loader: Any) -> int | None:
-    """Return the number of samples in the last batch of a pass; None if unknown."""
     loader = unwrapped(loader)
     size = getattr(loader, "batch_size", None)
     if not isinstance(loader, DataLoader) or size is None or loader.drop_last:

@@ -60,7 +60,7 @@ class Elements:
 
 
 class SparseRows(Elements):
-    """Elements of a linear layer's weight as compressed rows, and as compressed columns for the input's gradient."""
+    """Elements of a linear layer's weight as compressed rows, and columns for the input's gradient."""
 
     def __init__(self, parameter: nn.Parameter, index: Tensor) -> None:
         _warned()
@@ -86,7 +86,7 @@ class SparseRows(Elements):
 
 @cache
 def _warned() -> None:
-    """Silence torch's warning that compressed rows are in beta; tests check their results."""
+    """Silence torch's warning that compressed rows are in beta."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.eye(1).to_sparse_csr()

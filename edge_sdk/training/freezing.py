@@ -1,9 +1,8 @@
 """Training with frozen parameters: w <- w - lr * (m ⊙ ∇F(w)) (FedSPU, arXiv:2403.11464, Eq. 5).
 
 Within a ``Freezing``, a *leaf* with the active values replaces each partly frozen parameter in the optimiser, so
-momentum, weight decay and clipping affect only these values. Layers use the whole parameters, to which
-``write_back`` copies the leaves after each step; frozen values stay bit-identical. Masked elements (FedSGC, DM-PFL,
-fine-tuning of a sparse model) are and stay zero.
+momentum, weight decay and clipping affect only these values. Frozen values stay bit-identical. Masked elements (FedSGC,
+DM-PFL, fine-tuning of a sparse model) are and stay zero.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ class Freezing:
     """Frozen entries of a model's parameters in one round; a context manager around training.
 
     Create it after the round's weights are loaded. elements: name -> bool of the parameter's shape; the others must be
-    zero, and stay zero. trained: name -> bool; the others are frozen unchanged. Raises ManifestError, naming the
-    parameter, if the model does not match the manifest, and ValueError for unknown parameters, wrong shapes, and masked
-    weights other than zero.
+    zero, and stay zero. trained: name -> bool; the others are frozen unchanged. Raises ManifestError, ValueError.
     """
 
     def __init__(
@@ -111,7 +108,7 @@ class Freezing:
         return [part.leaf for part in self._parts.values()]
 
     def with_elements(self, elements: Mapping[str, torch.Tensor]) -> Freezing:
-        """Return a new freezing with other existing elements. Raises as the constructor does."""
+        """Return a new freezing with other existing elements."""
         return Freezing(self.model, self._manifest, self._mask, elements, self._trained)
 
     def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

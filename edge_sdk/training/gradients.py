@@ -63,7 +63,7 @@ def curvature(
 ) -> dict[str, torch.Tensor]:
     """Return the Hessian of the loss of all batches together, times ``direction``, for the parameters that it names.
 
-    Buffers are restored, and gradients freed. Raises NoCurvature.
+    Raises NoCurvature.
     """
     inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
     weights = {name: parameter for name, parameter in model.named_parameters() if name in direction}

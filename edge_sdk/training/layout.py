@@ -1,7 +1,6 @@
 """The memory format of convolutions: channels last, [N, H, W, C], is fastest on most CPUs.
 
-The choice depends only on model and data, so that equal seeds give equal bits. A task may set it instead (``compute``),
-after a measurement on the device.
+The choice depends only on model and data, so that equal seeds give equal bits.
 """
 
 from __future__ import annotations
@@ -115,6 +114,6 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _outside_inference() -> Iterator[None]:
-    """Leave inference mode, because a parameter created in it cannot be trained."""
+    """Leave inference mode, whose parameters cannot be trained."""
     with torch.inference_mode(False), torch.no_grad():
         yield

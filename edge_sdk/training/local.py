@@ -65,9 +65,9 @@ def train_locally(
 ) -> LocalResult:
     """Train ``model`` in place on the task's training data for ``local_steps``, or else ``local_epochs``.
 
-    The optimiser starts without state; ``seed`` decides shuffling and dropout. Losses exclude the proximal term.
-    adjustment: changes the model's existing elements between steps. factors: name -> factor of a parameter in the
-    forward pass. Raises TrainingDiverged for a loss or weight that is not finite, ValueError without training data.
+    Losses exclude the proximal term. adjustment: changes the model's existing elements between steps. factors: name ->
+    factor of a parameter in the forward pass. Raises TrainingDiverged for a loss or weight that is not finite,
+    ValueError without training data.
     """
     optimisation = Optimisation(
         freezing,
@@ -121,7 +121,7 @@ def take_steps(
 ) -> LocalResult:
     """Run the steps of ``train_locally`` with any ``optimisation`` and ``forward(inputs, targets)``.
 
-    learning_rate: only for advice. layout: the memory format during training. after: called with each step's number.
+    learning_rate: only for advice. after: called with each step's number.
     """
     device = device_of(model)
     total = count_steps(settings, task.train)
@@ -163,8 +163,8 @@ def evaluate(
 ) -> Evaluation:
     """Return mean loss and, for a classification, accuracy of ``model`` on ``batches``, in evaluation mode.
 
-    forward: returns the outputs instead of the model. metrics: compute the task's metrics too. Raises TrainingDiverged
-    if the loss is not finite, ValueError without a sample.
+    forward: returns the outputs instead of the model. Raises TrainingDiverged if the loss is not finite, ValueError
+    without a sample.
     """
     device = device_of(model)
     seen = 0.0
@@ -198,7 +198,7 @@ def as_tensors(batch: Iterable[Any], device: torch.device | str = "cpu") -> Batc
 
 
 def as_tensor(values: Any) -> torch.Tensor:
-    """Return a tensor that shares memory with an array, unless it must be copied, or the tensor itself."""
+    """Return a tensor, sharing memory with an array if possible."""
     if isinstance(values, torch.Tensor):
         return values
     return torch.from_numpy(np.require(values, requirements=["C", "W"]))
@@ -207,7 +207,7 @@ def as_tensor(values: Any) -> torch.Tensor:
 def get_tensors(model: nn.Module, manifest: Manifest, which: Literal["published", "kept"] = "kept") -> Tensors:
     """Return C-contiguous copies of the tensors that the manifest keeps, by name.
 
-    which: a tuple of tensors of the manifest. Raises ManifestError if the model does not match.
+    which: a field of the manifest. Raises ManifestError if the model does not match.
     """
     state: dict[str, Any] = model.state_dict()
     wanted: tuple[TensorSpec, ...] = getattr(manifest, which)

@@ -38,10 +38,7 @@ class Mixture(nn.Module):
         return torch.cat(found, dim=1)
 
     def weighed(self, loss: Loss, responsibilities: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mixture's loss and outputs, with the gradients of the components' weighted losses.
-
-        responsibilities [N, M]: weight of each sample in the loss of each component.
-        """
+        """Return the mixture's loss and outputs, with the gradients of the components' weighted losses."""
         scores = self._scores(inputs)
         parts = [
             loss(each.detach() + share[:, None] * (each - each.detach()), targets)

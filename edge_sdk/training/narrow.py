@@ -1,9 +1,9 @@
 """Training of a physically smaller network with only the active neurons.
 
 A ``Narrow`` network computes the same as the whole one with zero weights, biases, scales and shifts of the dropped
-neurons. Group and layer norm average over neurons, with zeros for the dropped ones. Grouped convolutions, whose columns
-are different channels in each group, are refused if rows are dropped. The manifest does not show code between layers,
-such as ``x.view(-1, 320)`` or a softmax over neurons, so both networks are compared on a few samples.
+neurons. Group and layer norm average over neurons, with zeros for the dropped ones. Grouped convolutions are refused if
+rows are dropped. The manifest does not show code between layers, such as ``x.view(-1, 320)`` or a softmax over neurons,
+so both networks are compared on a few samples.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _compared: WeakKeyDictionary[nn.Module, set[tuple[int, ...]]] = WeakKeyDictionar
 class Narrow:
     """The network of the active neurons of ``model``, whose dropped neurons must be zero.
 
-    model: a smaller copy, or the whole model if all neurons are active. batches: samples for the comparison, if wanted.
-    Raises CannotNarrow.
+    model: a smaller copy, or the whole model if all neurons are active. batches: samples for the comparison. Raises
+    CannotNarrow.
     """
 
     def __init__(self, model: nn.Module, manifest: Manifest, mask: NeuronMask, batches: Iterable[Batch] | None) -> None:

@@ -82,7 +82,7 @@ class Optimisation:
     def change(self, decide: Callable[[], Change]) -> None:
         """Let ``decide`` change the model's weights, and continue with the existing elements that it returns.
 
-        Remaining elements keep their optimiser state. If ``decide`` raises, only exit is possible.
+        Remaining elements keep their optimiser state.
         """
         before = self._freezing
         memory = [dict(self._optimizer.state.get(leaf, {})) for leaf in self._parameters]
@@ -101,7 +101,6 @@ class Optimisation:
                 }
 
     def _carried(self, before: Freezing, name: str, value: Any, renewed: torch.Tensor | None) -> Any:
-        """Return a value of the optimiser's state for a parameter's new leaf."""
         # A count of steps.
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value

@@ -1,7 +1,6 @@
 """One device's communication with its coordinator.
 
-Each module builds on the previous one: ``identity`` has name, keys and token; ``learning`` model, data and engine;
-``judging`` the personal model; ``sending`` the outbox; ``work`` the assignments; ``steps`` the loop of calls.
+Each module builds on the previous one: ``identity``, ``learning``, ``judging``, ``sending``, ``work``, ``steps``.
 """
 
 from .options import Known as Known

@@ -65,7 +65,7 @@ class Identified:
         return self.identity.name
 
     def _begin(self) -> Start:
-        """Store and return a new start of this device, by which the coordinator detects copies of the folder."""
+        """Store a new start of this device, by which the coordinator detects copies of the folder."""
         start = secrets.token_hex(16)
         before = self.identity.starts
         # Stored first: the coordinator may know it although its answer is lost.
@@ -75,7 +75,7 @@ class Identified:
         return Start(id=start, after=before, take_over=self._options.take_over)
 
     def _register(self) -> None:
-        """Register this start again, at a coordinator that knows an earlier or another one. Raises StateCopied."""
+        """Register this start again. Raises StateCopied."""
         *before, start = self.identity.starts
         self._tell(ChangeDevice(start=Start(id=start, after=tuple(before), again=True)))
 
@@ -105,7 +105,7 @@ class Identified:
 
     @contextmanager
     def _briefly(self, what: str) -> Iterator[None]:
-        """Context manager: limit the time of a report at the end of a device. what: its subject, for the log."""
+        """Context manager: limit the time of a report at the end of a device."""
         before = self.transport.patience_seconds
         self.transport.patience_seconds = BRIEFLY
         try:
@@ -120,7 +120,7 @@ class Identified:
 
     @contextmanager
     def _reporting_why_not(self) -> Iterator[None]:
-        """Context manager: report the device's own errors, so that the operator sees why it does not join."""
+        """Context manager: report the device's own errors to the operator."""
         try:
             yield
         except (Refused, Unreachable):
@@ -150,10 +150,6 @@ class Identified:
             )
 
     def _public_identity(self) -> str | None:
-        """Return the public key for secure rounds; None in other federations.
-
-        Raises CannotTrain without the cryptography library, or if the device demands a secure federation.
-        """
         if not self.info.settings.secure:
             if self._options.demands.secure is not None:
                 raise CannotTrain(

@@ -74,10 +74,7 @@ class Judging(Learning):
         return found
 
     def _judge_first(self, job: Job) -> dict[str, Any]:
-        """Evaluate the model before any local training, and return the changes to progress; empty if already known.
-
-        A partial payload is evaluated as a narrow network; without a payload, the device's own model is evaluated.
-        """
+        """Evaluate the model before any local training, and return the changes to progress; empty if already known."""
         if self.progress.rounds or self.progress.accuracy_before is not None:
             return {}
         tensors = self.engine.read() if self.personal is None else dict(self.personal)
@@ -126,10 +123,7 @@ class Judging(Learning):
         )
 
     def _judge_best_again(self) -> None:
-        """Evaluate the best personal model again if the federation's model or the validation data were replaced.
-
-        On new data, the last round's model replaces it if it is better.
-        """
+        """Evaluate the best model again if the federation's model or the validation data changed."""
         best = self.progress.best
         if best is None or (best.manifest, best.data) == (self.manifest.digest, self._data):
             return
@@ -159,7 +153,6 @@ class Judging(Learning):
         return best.model_copy(update={"round": number, **now})
 
     def _validate_sound(self, tensors: Tensors) -> Evaluation | None:
-        """Evaluate a model on validation data; None if its loss is not finite."""
         try:
             return self._validate(tensors)
         except TrainingDiverged:
@@ -190,7 +183,7 @@ class Judging(Learning):
         return Ending(flops)
 
     def _take_by_evidence(self, job: Job) -> Ending:
-        """Keep the candidate chosen by all devices' validation data, and report all candidates on held-out data."""
+        """Keep the candidate chosen by all devices' validation data, and report all candidates."""
         candidates = Candidates.of(self._method, job)
         pool = Pool.from_plan(job.assignment.plan)
         evidence = candidates.evidence(self.engine, self.task.validation)
@@ -222,7 +215,6 @@ class Judging(Learning):
             self.folder.save_best(self.manifest, tensors, self.progress)
 
     def _evaluate_alone(self, job: Job) -> dict[str, Evaluation]:
-        """Evaluate the local-only model on held-out data as ``alone``; empty without a sound one."""
         alone = alone_of(job.state)
         if alone is None:
             return {}
@@ -233,7 +225,6 @@ class Judging(Learning):
             return {}
 
     def _validate_global(self, job: Job, evaluated: Evaluated) -> Evaluation | None:
-        """Evaluate the global model on validation data, if the method just evaluated both models."""
         if evaluated.personal is None or evaluated.global_model is None or not self.info.global_model_usable:
             return None
         if self.task.test is None:

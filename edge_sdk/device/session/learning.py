@@ -44,7 +44,7 @@ MOST_BYTES = 2**28
 
 
 class Learning(Identified):
-    """A device with its federation's model, its own data and an engine. Raises the errors listed in ``errors``."""
+    """A device with its federation's model, its own data and an engine. Raises SdkErrors."""
 
     def __init__(self, device: Device, options: SessionOptions) -> None:
         super().__init__(device, options)
@@ -111,7 +111,7 @@ class Learning(Identified):
     def _load_manifest(self, info: FederationInfo) -> Manifest:
         """Return the federation's manifest, downloaded if the stored one differs.
 
-        Raises BadPublication, leaving everything unchanged, if this device does not accept it.
+        Raises BadPublication if this device does not accept it.
         """
         cached = self.folder.cached(personal.MANIFEST)
         manifest = None
@@ -143,7 +143,6 @@ class Learning(Identified):
         return task
 
     def _prepare(self, task: Task) -> Task:
-        """Run the federation's preparation on raw samples, and store this device's own statistics."""
         description = self.manifest.preparation
         statistics: Mapping[str, Array] = {}
         if description is None:
@@ -249,7 +248,6 @@ class Learning(Identified):
         self.folder.cache(personal.MEMBERSHIP, membership.model_dump_json(indent=1).encode())
 
     def _never_sent(self) -> Tensors:
-        """Return the tensors that no payload contains: a device's own part, local running statistics."""
         shared = {spec.name for spec in self.manifest.shared}
         return {name: tensor for name, tensor in self.engine.read().items() if name not in shared}
 
@@ -282,7 +280,7 @@ class Learning(Identified):
 
 
 def digest_of(batches: Batches) -> str:
-    """Return the SHA-256 of the samples in order, independent of batch sizes; random states are restored."""
+    """Return the SHA-256 of the samples in order, independent of batch sizes."""
     inputs = hashlib.sha256()
     targets = hashlib.sha256()
     left = MOST_BYTES

@@ -39,7 +39,7 @@ MASK = "mask.bits"
 
 
 def load_mask(folder: StateFolder, manifest: Manifest) -> ElementMask | NeuronMask | None:
-    """Return the mask that a device holds; None if the file is missing or damaged, to receive or choose it again."""
+    """Return the mask that a device holds; None if the file is missing or damaged."""
     data = folder.cached(MASK) or b""
     try:
         return mask_from_file(manifest, data[32:]) if data[:32] == hashlib.sha256(data[32:]).digest() else None
@@ -61,7 +61,6 @@ class Sending(Judging):
         self._refusal: str | None = None
 
     def _holding(self) -> tuple[str | None, str | None]:
-        """Return the digests of the held mask and of the global model."""
         return mask_digest(self.manifest, self.mask) if self.mask else None, self.progress.model
 
     def _keep_mask(self, mask: ElementMask | NeuronMask | None) -> None:
@@ -85,7 +84,6 @@ class Sending(Judging):
         feedback: Tensors | None = None,
         **changed: object,
     ) -> Phase:
-        """Store the new state and the update together, send the update, and return the cost of sending."""
         # First: after a crash, the same mask is chosen again from the same model.
         self._keep_mask(state.neurons)
         pending = self.folder.put_outbox(assignment.assignment_id, assignment.kind, body)
@@ -154,7 +152,6 @@ class Sending(Judging):
             self.folder.save(self.manifest, self.personal, self.progress, feedback=owed)
 
     def _say_what_stays(self, pending: Pending) -> None:
-        """Report this device's model, which the coordinator cannot infer without an update."""
         holds = pending.kind in (Kind.train, Kind.personalise) and self.personal is not None
         # The coordinator may have marked a late device absent.
         self._tell(ChangeDevice(holds_model=True if holds else None, conditions=Conditions()))

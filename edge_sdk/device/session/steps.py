@@ -150,7 +150,7 @@ class Session(Working):
         self.transport.token = enrolled.token
 
     def _data_warnings(self) -> tuple[str, ...]:
-        """Return warnings about data unlike the publisher's; empty if rounds are secure or have local noise."""
+        """Return warnings about data unlike the publisher's, unless they must stay private."""
         if self.info.settings.secure or self._options.local_noise is not None:
             return ()
         return tuple(there for _, there in self.differences)
@@ -165,10 +165,7 @@ class Session(Working):
             return call()
 
     def step(self, wait_seconds: float = 0.0) -> Step:
-        """Send the outbox, ask for work and do it.
-
-        After unusable work, or a refusal that is not in ``FINAL``, the device returns the work and rests.
-        """
+        """Send the outbox, ask for work and do it."""
         try:
             step = self._step(wait_seconds)
         except FINAL:
@@ -292,7 +289,7 @@ class Session(Working):
         self._hand_back(assignment.assignment_id, reason)
 
     def leave(self, reason: Failure) -> None:
-        """Return open work and mark the device unavailable, so that the round need not wait for it."""
+        """Return open work and mark the device unavailable."""
         reason = reason if self._options.local_noise is None else WITHHELD
         with self._briefly("that it leaves"):
             if self.working_on is not None:

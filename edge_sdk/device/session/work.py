@@ -119,11 +119,9 @@ class Working(Sending):
                 self._hand_back(assignment.assignment_id, Failure("unknown-work"))
 
     def _adjusted(self, job: Job) -> Job:
-        """Return the job with this device's class prior in its payload, if the federation adjusts outputs."""
         return job if self._prior is None else self._prior.received(job)
 
     def _receive(self, assignment: Assignment, payload: Payload) -> bundle.Bundle:
-        """Return the decoded payload. Raises Damaged if it is not a valid payload for this model."""
         parts = expected(self._method.payload_parts, self.manifest, assignment.plan)
         largest = bundle.largest_payload(self.manifest, parts)
         if payload.bytes > largest:
@@ -207,7 +205,6 @@ class Working(Sending):
         return exact and plain and self.manifest.outputs is None
 
     def _labels(self, job: Job) -> LabelSketch | None:
-        """Return the sketch of this device's labels if the round asks for it."""
         if self._options.local_noise is not None or self._prior is None or not asks_for_labels(job):
             return None
         return self._prior.sketch
@@ -232,7 +229,7 @@ class Working(Sending):
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost)
 
     def _within_joules(self, job: Job, trained: Trained, download: Phase, train: Phase) -> Trained:
-        """Return the outcome of a round, marked as the last one if the device has spent its joules."""
+        """Return a round's outcome, marked as the last if the joules are spent."""
         limit = job.assignment.settings.joules_per_device
         spent = self.progress.training.plus(download).plus(train)
         if limit is None or job.assignment.kind is Kind.prepare or spent.joules < limit:
@@ -277,11 +274,6 @@ class Working(Sending):
             controller.after_upload(upload)
 
     def _metrics(self, job: Job, trained: Trained, best: Best | None) -> dict[str, float | None]:
-        """Return the metrics of a round to send under masks.
-
-        They are the training loss and, if the round is evaluated, loss and accuracy of the global and the personal
-        model on held-out data.
-        """
         if self._options.local_noise is not None:
             return {}
         found: dict[str, float | None] = {"train_loss": trained.train_loss}
@@ -311,7 +303,7 @@ class Working(Sending):
         return nonzero_flops(self.manifest, tensors) if self._options.local_noise is None else 0
 
     def _carried(self, job: Job, update: Update) -> dict[str, int]:
-        """Return the number of an int8 update's values with earlier rounding residuals; else an empty record."""
+        """Return the number of an int8 update's values with earlier rounding residuals."""
         owed = self.folder.feedback
         settings = job.assignment.settings
         if settings.precision_of("up", job.assignment.kind) != "int8" or settings.secure:

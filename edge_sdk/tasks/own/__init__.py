@@ -4,14 +4,11 @@
     all.csv,index=2,of=5               part 2 (from 0) of a file with the samples of all devices (see ``dealing``)
     all.csv,person=alice               the samples of one person in such a file
 
-The publisher defines columns, class names and the preparation, whose constants come from its training samples (in a
-file of all devices: from all training samples). A joining device matches columns and classes by name. Samples are split
-into 0.595 training, 0.105 validation and 0.3 test unless the file has a split; validation arrays without test arrays
-serve for both.
+The publisher defines columns, class names and the preparation, whose constants come from its training samples. A
+joining device matches columns and classes by name. Validation arrays without test arrays serve for both.
 
 Image bytes are divided by 255, other numbers standardised. Float labels make a regression, whose loss is the squared
-error in units of the variance of the publisher's targets. The model depends only on the prepared shape and the number
-of outputs.
+error in units of the variance of the publisher's targets.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ def load(
 ) -> Task:
     """Return the task over raw samples of the file ``data``, or of this device's part of it.
 
-    manifest: the federation's, whose columns, classes and sample types apply; None to publish. Raises DataError.
+    manifest: the federation's; None to publish. Raises DataError.
     """
     if not data:
         raise BadOption("this task needs samples: add --data FILE, a table or an npz file, or FILE,index=0,of=5")
@@ -84,7 +81,7 @@ def load(
 
 
 def _split_own(parts: Mapping[str, Raw], seed: int) -> dict[str, Raw]:
-    """Return a device's samples by use, splitting off missing parts; validation without test serves for both."""
+    """Return a device's samples by use, splitting off missing parts."""
     given = {"validation": parts.get("val"), "test": parts.get("test"), "public": parts.get("public")}
     uses = {use: each for use, each in given.items() if each is not None}
     every = parts.get("train", parts.get(""))
@@ -103,7 +100,7 @@ def _split_own(parts: Mapping[str, Raw], seed: int) -> dict[str, Raw]:
 
 
 def _split_recordings(every: Raw, seed: int) -> Split | None:
-    """Return a split of recordings by class, so that each part has every class with at least three recordings."""
+    """Return a split of recordings by class."""
     # Of n recordings of a class 0.3 n are for tests and 0.15 of the others for validation, at least one each. Smaller
     # classes are only trained on. None if all classes are smaller, or labels are not classes.
     if every.runs is None or every.kind != "classes":

@@ -39,7 +39,7 @@ PLAIN = Publishing()
 
 @dataclass(frozen=True)
 class Known:
-    """A federation's properties that a device needs to read its file; all None when publishing."""
+    """A federation's properties for reading a file; all None when publishing."""
 
     task: str | None = None
     shape: tuple[int, ...] | None = None
@@ -54,7 +54,7 @@ class Known:
 
     @property
     def as_taken(self) -> tuple[int, ...] | None:
-        """The shape of samples without a preparation; None with a preparation, and when publishing."""
+        """The shape of samples without a preparation, else None."""
         return self.shape if self.preparation is None else None
 
     @classmethod
@@ -198,5 +198,5 @@ def _positions(path: str, found: Sequence[str], known: Known) -> dict[str, int]:
 
 
 def some(names: Sequence[str]) -> str:
-    """Format names for a message: the first ``NAMED``, and the number of all names if there are more."""
+    """Format the first ``NAMED`` names for a message, and the number of all."""
     return ", ".join(names[:NAMED]) + (f", ... ({len(names)} in all)" if len(names) > NAMED else "")

@@ -87,7 +87,7 @@ def _prepare_pictures(pictures: Decoded, publishing: Publishing) -> BuiltPrepara
 
 
 def _prepare_sounds(raw: Raw, training: Inputs, publishing: Publishing) -> BuiltPreparation:
-    """Return the preparation of sounds: log-mel energies, standardised by band over the publisher's training part."""
+    """Return the preparation of sounds, standardised by band."""
     # Imported here, because it imports ONNX Runtime.
     from sparrow.export.preparation import Preparer
     from sparrow.export.running import batches_of
@@ -163,7 +163,6 @@ def _label_of(raw: Raw) -> str:
 
 
 def _shape_of(inputs: Inputs) -> str:
-    """Return type and shape of a sample, the largest if they differ."""
     shape, free = (inputs.shape, inputs.free) if isinstance(inputs, Decoded) else (inputs.shape[1:], ())
     return f"{'up to' if free else 'each'} {inputs.dtype} {'x'.join(map(str, shape))}"
 
@@ -177,7 +176,7 @@ def describe(
     steps: Sequence[str],
     more: Sequence[str] = (),
 ) -> str:
-    """Return one line about a file: samples, split, classes with counts, columns, preparation, and remarks."""
+    """Return one line about a file."""
     known = np.concatenate([each for each in labels if each is not None])
     rows = "rows" if raw.columns else "samples"
     text = f"{path}: {len(known):,} {rows} ({', '.join(f'{count:,} {use}' for use, count in counts.items())})"

@@ -54,7 +54,7 @@ class Gated:
 
     Training counts ``used`` [L], the samples for which each block was on; ``masks``, the different choices; and
     ``decided``, the batches whose choice depended on the gate. window: number of inputs over which ``each`` averages
-    gates. Raises ValueError if the budget is too small or the gate's table does not match the model.
+    gates. Raises ValueError if the budget is too small or the table does not match.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ def gate_tensors(gate: GatingLayer) -> Tensors:
 
 
 def load_gate(gate: GatingLayer, tensors: Mapping[str, NDArray[np.generic]]) -> bool:
-    """Load tensors into ``gate``; return False, without a change, if they do not match."""
+    """Load tensors into ``gate``; return False if they do not match."""
     state = gate.state_dict()
     if {name: tuple(tensor.shape) for name, tensor in state.items()} != {name: t.shape for name, t in tensors.items()}:
         return False

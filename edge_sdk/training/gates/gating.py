@@ -4,8 +4,7 @@
     M = mean of sigmoid(BN(V_M h + c_M))            scales      (section 5.2.1)
     G = mean of sigmoid(BN(V_G h + c_G))            importances
 
-The means are over the batch; ``each`` omits them. A client-wise gate sees the mean of a device's samples, and makes one
-choice for the device.
+The means are over the batch; ``each`` omits them. A client-wise gate sees the mean of a device's samples.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ class GatingLayer(nn.Module):
             shift.bias.add_(start)
 
     def train(self, mode: bool = True) -> GatingLayer:
-        """Set the mode; a client-wise gate stays in evaluation mode, because its single sample has no variance."""
+        """Set the mode; a client-wise gate, with its single sample, stays in evaluation mode."""
         return super().train(mode and self._sees != "device")
 
     @torch.no_grad()

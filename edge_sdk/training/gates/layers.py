@@ -80,7 +80,7 @@ class Convolution:
 
     @property
     def pads(self) -> bool:
-        """Whether the convolution pads, so that positions near the border depend on less of the input."""
+        """Whether the convolution pads."""
         return any(self.padding)
 
     def axis(self, inputs: torch.Tensor) -> int:
@@ -152,10 +152,7 @@ class Adapted:
 
 
 def apply(operator: Operator, adapted: Adapted, value: torch.Tensor | Partial, batch: Batch) -> torch.Tensor | Partial:
-    """Return a layer's output under a batch's gates.
-
-    value: the input; a partial one has its channels on the operator's axis.
-    """
+    """Return a layer's output under a batch's gates."""
     rows = adapted.cut.rows
     bias = adapted.bias
     fixed = adapted.fixed

@@ -1,15 +1,14 @@
 """Models under block gates that skip inactive blocks in every batch (pFedGate, arXiv:2305.02776).
 
 ``GatedModel`` runs any model that torch.fx can trace on weights θ' = θ ⊛ M', with scales M'_b = 0 for inactive blocks.
-Output rows and channels of linear layers and convolutions in inactive blocks are skipped, and so are the next layer's
-columns:
+Output rows and channels in inactive blocks are skipped, and so are the next layer's columns:
 
     conv, 3 of 10 rows on        computes 3 channels; the other 7 are their bias, everywhere
     max-pool, ReLU, flatten      on 3 channels, and on 7 numbers
     linear, 12 of 40 rows on     12 rows, the columns of 3 channels; the 7 numbers times their columns go into the bias
 
-Other operations (additions, concatenations, group norm, ...) get whole values, and other layers whole weights. Gates of
-inactive blocks learn by the straight-through rule e_b = Σ_j ∂f/∂θ'_j·θ_j, from the output that skipped rows would have.
+Other operations get whole values, and other layers whole weights. Gates of inactive blocks learn by the
+straight-through rule e_b = Σ_j ∂f/∂θ'_j·θ_j, from the output that skipped rows would have.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
     ) -> tuple[Any, list[Any]]:
-        """Return the function and its arguments, with proxies only for arguments without a default."""
         function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
         # The first two arguments are the module and the batch.
         for place, argument in enumerate(arguments[2:], start=2):
@@ -77,9 +75,8 @@ class CannotGate(ManifestError):
 class GatedModel:
     """``model``, to run and train under gates of the blocks of ``table``.
 
-    ``leaves`` are trainable tensors, one per block: views into the parameters, which must keep their storage. probe:
-    below 1, gates of skipped rows learn from the first ``probe`` of the batch, scaled up. Raises ValueError if the
-    table does not match the parameters, or if one is not contiguous.
+    probe: below 1, gates of skipped rows learn from the first ``probe`` of the batch, scaled up. Raises ValueError if
+    the table does not match the parameters, or if one is not contiguous.
     """
 
     def __init__(self, model: nn.Module, table: BlockTable, *, probe: float = 1.0) -> None:
@@ -102,8 +99,7 @@ class GatedModel:
     def __call__(self, inputs: torch.Tensor, gates: torch.Tensor, selected: Selection) -> torch.Tensor:
         """Return the model's output for ``inputs`` [N, ...], in its present mode.
 
-        ``gates``: float [L], M', 0 for off blocks; to train both paths of a gating layer give M * (I - G.detach() + G).
-        ``selected``: bool [L], I.
+        ``gates``: float [L], M', 0 for off blocks. ``selected``: bool [L], I.
         """
         heard = math.ceil(self._probe * len(inputs) - 1e-9)
         batch = Batch(gates, gates.detach().cpu().numpy(), selected, heard, len(inputs) / heard)

@@ -1,7 +1,7 @@
 """Gates per sample in one forward pass.
 
 Row r of W ⊛ M' gives M'_r times the output of row r of W. Layers therefore run once with whole weights, and each
-sample's output is scaled by its gates. This computes inactive blocks too.
+sample's output is scaled by its gates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ScaledRows:
 
     @classmethod
     def of(cls, model: nn.Module, table: BlockTable) -> ScaledRows | None:
-        """Return the model in this form; None if it has other layers with parameters, or blocks that cut rows."""
+        """Return the model in this form, or None for unsupported layers and blocks."""
         rows: dict[str, torch.Tensor] = {}
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(prefix, recurse=False):

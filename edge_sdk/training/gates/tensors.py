@@ -86,7 +86,7 @@ class Channels:
         return whole if others is None else whole.index_copy_(0, self._off, others)
 
     def add(self, tensor: torch.Tensor, computed: torch.Tensor) -> None:
-        """Add to the computed channels of ``tensor`` along axis 1, by ranges, which are much faster than an index."""
+        """Add to the computed channels of ``tensor`` along axis 1, by ranges, for speed."""
         parts = torch.split_with_sizes(computed, [stop - start for start, stop in self.runs], 1)
         for (start, stop), part in zip(self.runs, parts, strict=True):
             tensor.narrow(1, start, stop - start).add_(part)
@@ -153,7 +153,7 @@ class BlockedTensor:
         return first, last, bool((first < last).any())
 
     def cut(self, batch: Batch) -> Cut:
-        """Return the rows that an active block touches, or the first row, because a layer needs at least one."""
+        """Return the rows that an active block touches, at least one."""
         return self._cut(batch.selected[self.first : self.first + len(self.leaves)].tobytes())
 
     def _cut_for(self, selected: bytes) -> Cut:
@@ -389,7 +389,7 @@ class _Columns(torch.autograd.Function):
 
 
 def columns_of(weight: torch.Tensor, columns: Channels) -> torch.Tensor:
-    """Return the computed columns of ``weight``; differentiable, with a faster backward pass than an index."""
+    """Return the computed columns of ``weight``; differentiable."""
     return cast(torch.Tensor, _Columns.apply(weight, columns)) if len(columns.off) else weight  # type: ignore[no-untyped-call]
 
 

@@ -1,8 +1,8 @@
 """Layer outputs with some computed channels; the other channels are constants, equal for all samples.
 
 Activations, pooling, batch norm and flatten map constant channels to constant channels, so that the next layer adds
-their part once. But the loss's gradient for a constant channel differs between samples, and the gate of its row learns
-from it. An ``Echo`` propagates this signal: it repeats the operations from the row to the next layer.
+their part once. But the loss's gradient for a constant channel differs between samples. An ``Echo`` propagates this
+signal to the gate: it repeats the operations from the row to the next layer.
 """
 
 from __future__ import annotations
