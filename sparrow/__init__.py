@@ -53,7 +53,7 @@ LIGHT = ("Client", "DeviceProgress", "SdkError")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of ``__all__`` from its module. Raises CannotTrain on a device that cannot train."""
+    """Import a name of ``__all__`` from its module. Raises CannotTrain."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name not in LIGHT:

@@ -79,7 +79,6 @@ class Client:
         self._http.close()
 
     def _about(self, name: str, call: Callable[[str], Found]) -> Found:
-        """Return the result of a call on a federation. Raises NotFound, listing the federations."""
         check_federation_name(name)
         try:
             return call(name)

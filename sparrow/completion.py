@@ -1,7 +1,4 @@
-"""``sparrow completion bash|zsh|fish``: print a script that completes commands, options and choices.
-
-The script is static, so completion does not run Python.
-"""
+"""``sparrow completion bash|zsh|fish``: print a script that completes commands, options and choices."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""``sparrow device``: list, inspect, revoke and remove the devices of a federation.
-
-sparrow device list lab
-sparrow device list lab --where "board=orin and site!=lab"
-sparrow device tag lab pi-3 board=orin site=
-sparrow device show lab pi-3        its work, costs and failures
-sparrow device revoke lab pi-3
-sparrow device remove lab pi-3      revoke it, and leave it out of lists
-"""
+"""``sparrow device``: list, inspect, revoke and remove the devices of a federation."""
 
 from __future__ import annotations
 
@@ -76,7 +68,6 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _named(devices: list[DeviceInfo], name: str) -> DeviceInfo:
-    """Return the device of this name, preferably one that is not revoked. Raises NotFound."""
     found = sorted((each for each in devices if each.name == name), key=lambda each: each.status == "revoked")
     if not found:
         raise NotFound(404, f"there is no device {name!r}{nearest(name, [each.name for each in devices])}")

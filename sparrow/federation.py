@@ -1,11 +1,4 @@
-"""``sparrow federation``: list, show, create, control and delete the federations of a coordinator.
-
-sparrow federation list
-sparrow federation create lab method=fedspu rounds=50 --task digits
-sparrow federation set lab rounds=80 cohort=20
-sparrow federation rollback lab 12
-sparrow federation rollback lab best
-"""
+"""``sparrow federation``: list, show, create, control and delete the federations of a coordinator."""
 
 from __future__ import annotations
 

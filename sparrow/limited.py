@@ -1,7 +1,6 @@
 """Functions in a separate process, with a deadline and a memory limit.
 
-ONNX Runtime cannot be interrupted within a node, and its crash ends the process, so untrusted graphs run in a process
-that can be killed:
+ONNX Runtime cannot be interrupted within a node, and its crash ends the process, so untrusted graphs run separately:
 
     answer = run_limited("sparrow.coordinator.models.judging", request, seconds=60, memory=2**30)
 

@@ -1,6 +1,6 @@
 """The command ``sparrow``, which imports and runs the module of one command.
 
-Each command is the ``COMMAND`` of its module and imports only its own packages, so ``sparrow predict`` needs no torch.
+Each module imports only its own packages, so ``sparrow predict`` needs no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DISTRIBUTION = "sparrow-fl"
 
 @dataclass(frozen=True)
 class Source:
-    """The module of a command, the extra that installs its packages, whether it trains, and with PyTorch."""
+    """The module of a command, and the extra that installs its packages."""
 
     module: str
     help: str
@@ -80,7 +80,7 @@ COMMANDS = {
 
 
 class _Listing(argparse.HelpFormatter):
-    """A formatter that omits the metavar's line above the commands, so that the help fits a screen."""
+    """A formatter that omits the metavar's line above the commands."""
 
     def _format_action(self, action: argparse.Action) -> str:
         text = super()._format_action(action)

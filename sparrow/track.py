@@ -1,7 +1,6 @@
 """``sparrow track FEDERATION``: write a federation's rounds to TensorBoard or MLflow, live or afterwards.
 
-It reads the coordinator's records over HTTP. Each round is written once, when its record is complete. Written rounds
-are read back from the tracker, so the command can be stopped and repeated at any time.
+Written rounds are read back from the tracker, so the command can be stopped and repeated at any time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""First run of an untrusted training step, in a process that can be killed (``sparrow.limited``).
-
-It imports only ONNX Runtime, numpy and safetensors, so that it starts quickly.
-"""
+"""First run of an untrusted training step, in a process that can be killed (``sparrow.limited``)."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ INTERRUPTED = "interrupted; the same command with --resume continues"
 
 
 def recorded_in(file: Path, command: str) -> list[Recorded]:
-    """Return the last rows of each trial in a file. Raises FileNotFoundError with the command that creates it."""
+    """Return the last rows of each trial in a file. Raises FileNotFoundError."""
     recorded = rows.read(file)
     if not recorded:
         raise FileNotFoundError(f"{file} has no results; run `{command}` first")

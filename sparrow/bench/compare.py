@@ -1,7 +1,7 @@
 """``compare``: comparison of methods on the user's own data, without an experiment's file.
 
-Settings have the defaults of ``sparrow publish``, including early stopping, for all methods. If ``auto`` is among them,
-which sends int8, all methods send int8.
+Settings have the defaults of ``sparrow publish``, including early stopping. If ``auto``, which sends int8, is among the
+methods, all send int8.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ def compared(
 
 
 def _devices(task: str, data: str, wanted: int | None) -> tuple[int, str, str]:
-    """Return the number of devices, a sentence about their data, and the default partition."""
     if wanted is not None and wanted < 2:
         raise WrongUsage(f"--devices {wanted}: a comparison takes at least 2")
     files = files_of_devices(task, data, wanted)

@@ -52,8 +52,8 @@
     grid = { learning_rate = [0.01, 0.03, 0.1] }            a method that sets one of these is not tuned for it
     rounds = 75                     default: half of the method's rounds
 
-The table ``method_settings`` is merged entry by entry; its entries may have dotted names, as in a grid. A *trial* is
-one federation: a method on one point of the axes with one seed.
+The table ``method_settings`` is merged entry by entry. A *trial* is one federation: a method on one point of the axes
+with one seed.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class Experiment(_Part):
         return int(run.settings.get("rounds", self.settings.get("rounds", self.rounds)))
 
     def half(self, run: MethodRun) -> int:
-        """Return half of a method's rounds, rounded up: the shortest run to tune it on."""
+        """Return half of a method's rounds, rounded up."""
         return math.ceil(self.rounds_of(run) / 2)
 
     def tuning_rounds(self, run: MethodRun, scale: float = 1.0) -> int:
@@ -275,12 +275,12 @@ class Trial(_Part):
 
     @property
     def training(self) -> Trial:
-        """Return a value that is equal for trials with the same training and different evaluations."""
+        """Return a value that is equal for trials with the same training."""
         return self.model_copy(update={"label": "", "judged_as": None})
 
     @property
     def asked(self) -> Trial:
-        """Return the trial as requested: the rows of ``auto`` name the method that it chose."""
+        """Return the trial as requested, with ``auto`` instead of its choice."""
         return self.model_copy(update={"method": self.settings.get("method", self.method)})
 
     @property
@@ -334,10 +334,7 @@ class BadExperiment(SdkError):
 
 
 def load_experiment(name: str) -> Experiment:
-    """Return the built-in experiment ``name``, or the experiment in the file at that path.
-
-    Raises UnknownExperiment, BadExperiment.
-    """
+    """Return the built-in experiment ``name``, or that of a file. Raises UnknownExperiment, BadExperiment."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
         experiment = Experiment.model_validate(_with_like(tomllib.loads(path.read_text())))
@@ -376,7 +373,7 @@ def trials(
 ) -> Iterator[Trial]:
     """Return all trials, seed by seed, so that an interrupted run has complete comparisons.
 
-    tuned: label -> chosen settings. scale: factor on the number of rounds, for a quick look.
+    tuned: label -> chosen settings. scale: factor on the number of rounds.
     """
     rounds = max(1, round(experiment.rounds * scale))
     every = max(1, round(experiment.evaluate_every * scale)) if experiment.evaluate_every else 0

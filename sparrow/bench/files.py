@@ -49,7 +49,6 @@ def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[
 
 
 def _in_order(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the tables and npz files of a folder, and its folders, sorted and without hidden ones."""
     shown = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__")))
     files = [path for path in shown if path.name.lower().endswith(SUFFIXES)]
     return files, [path for path in shown if path.is_dir()]

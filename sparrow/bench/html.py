@@ -51,7 +51,6 @@ def _blocks(lines: Sequence[str], folder: Path) -> Iterator[str]:
 
 
 def _kind(line: str) -> str:
-    """Return the kind of a line: "#" heading, "-" list, "|" table, "p" paragraph, or ""."""
     return line[0] if line[:1] in ("#", "|") else "-" if line.startswith("- ") else "p" if line.strip() else ""
 
 

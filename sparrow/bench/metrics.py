@@ -1,8 +1,7 @@
 """Metrics of a trial from its coordinator's records, the same for every method.
 
 A device's accuracy is that of its personal model, or of the global model if the method has no personal ones, on the
-device's own test data. Bytes are bodies of payloads and updates on the wire, with evaluation separate. FLOPs are
-computed from shapes and masks.
+device's own test data. Bytes are bodies of payloads and updates on the wire, with evaluation separate.
 """
 
 from __future__ import annotations
@@ -191,7 +190,6 @@ def rejudged(point: Point, found: Sequence[Evaluated], judged_as: str | None = N
 def _accuracies(
     found: Sequence[Receipt | Evaluated], judged_as: str | None
 ) -> tuple[Accuracy | None, Accuracy | None, Accuracy | None]:
-    """Return the accuracies of the devices' models, of the global one, and on validation data."""
     return (
         accuracy_of([each for each in (own(one, judged_as) for one in found) if each]),
         accuracy_of([each.global_model for each in found if each.global_model]),

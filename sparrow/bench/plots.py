@@ -110,7 +110,7 @@ def finish(figure: Figure, labels: Sequence[str], colour: Colours, path: Path) -
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Save a PNG with a palette, a third of the size, since pictures are committed."""
+    """Save a PNG with a palette, a third of the size."""
     figure.set_layout_engine("constrained")
     figure.savefig(path)
     pyplot.close(figure)

@@ -1,7 +1,6 @@
 """Provenance of trials: commit, packages and processor.
 
-Results are bit-identical if all of these are equal. Other processors, and other versions of PyTorch and ONNX Runtime,
-sum in a different order.
+Results are bit-identical if all of these are equal.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Results as JSON lines.
 
 A trial has a ``trial`` row, a ``point`` row per evaluated round, a ``shift`` row per additional test set, ``analysis``
-rows if its mechanism was analysed, and a ``result`` row. They are written together at its end, so an interrupted and
-resumed trial has the same rows as an uninterrupted one. ``NAME.jsonl`` may be stored as ``NAME.jsonl.gz``; both names
-work for reading and appending.
+rows if its mechanism was analysed, and a ``result`` row. They are written together at its end, so a resumed trial has
+the same rows. ``NAME.jsonl`` may be stored as ``NAME.jsonl.gz``.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Recorded:
 
 
 def append(path: Path, recorded: Recorded) -> None:
-    """Append a trial's rows to a file in one write; truncate an earlier incomplete write."""
+    """Append a trial's rows to a file in one write."""
     name = recorded.trial.name
     rows = [
         # Not shortened, since settings and axes identify a trial.
@@ -142,7 +141,7 @@ def text_of(path: Path) -> str:
 
 
 def of_global_model(recorded: Recorded, trial: Trial) -> Recorded:
-    """Return the rows of ``trial``, which has the training of ``recorded`` but evaluates only the global model."""
+    """Return the rows of ``trial``, which evaluates only the global model of ``recorded``."""
     points = [
         replace(point, accuracy=point.accuracy_global, accuracy_validation=None, finetune_flops=0)
         for point in recorded.points

@@ -1,7 +1,7 @@
 """Execution of trials: a coordinator process, a fleet, and the rows of their results.
 
 Each trial has a folder with the coordinator's records and the devices' state, from which it resumes after an
-interruption. Its rows are written at its end.
+interruption.
 """
 
 from __future__ import annotations
@@ -105,9 +105,8 @@ def run(
 ) -> list[Recorded]:
     """Run the trials of an experiment and return their rows.
 
-    only, seeds: labels and seeds to run (empty: all). Labels that evaluate the same training get their rows, too, since
-    models are not kept. resume: keep complete trials and continue an interrupted one. observe: analyse the mechanisms
-    into a separate file; an interrupted trial then restarts.
+    only, seeds: labels and seeds to run (empty: all). resume: keep complete trials and continue an interrupted one.
+    observe: analyse the mechanisms into a separate file; an interrupted trial then restarts.
     """
     file = where.folder / ("analysis.jsonl" if observe else "results.jsonl")
     if not resume:
@@ -160,7 +159,7 @@ def without_fine_tuning(trial: Trial) -> Trial:
 
 
 def read_tuning(folder: Path, name: str, experiment: Experiment) -> dict[str, Any]:
-    """Return the record of tuning from this folder, else the built-in one of this or the base experiment, else {}."""
+    """Return the record of tuning from this folder, else the built-in one, else {}."""
     record: dict[str, Any] = {}
     if (folder / "tuned.json").exists():
         record = json.loads((folder / "tuned.json").read_text())
@@ -181,8 +180,8 @@ def run_trial(
 ) -> list[Recorded]:
     """Run or resume one training and return the rows of each trial that evaluates it.
 
-    retuned: trials that differ only in fine-tuning copies (``finetune_``...); they only have the last point. observe:
-    start again, with one device at a time, and analyse devices after evaluations.
+    retuned: trials that differ only in fine-tuning copies; they only have the last point. observe: start again, and
+    analyse devices after evaluations.
     """
     trial = trials[0]
     digest = hashlib.sha256(trial.model_dump_json().encode()).hexdigest()[:16]
@@ -227,7 +226,6 @@ def run_trial(
 def _play(
     server: str, trial: Trial, plan: Plan, folder: Path, where: Where, observe: Observe | None
 ) -> tuple[Result, tuple[Analysis, ...]]:
-    """Run a trial's devices to the end of its federation; return the fleet's result and the observer's rows."""
     with observe(server, plan, folder) if observe else nullcontext() as observer:
         fleet = run_fleet(
             server,
@@ -260,7 +258,6 @@ def _with_late(recorded: Recorded, found: Mapping[int, Evaluated]) -> Recorded:
 
 
 def _retuned(finished: Finished, recorded: Recorded, trial: Trial, plan: Plan, where: Where) -> Recorded:
-    """Return the rows of a trial with the recorded training and its own fine-tuned copies."""
     tuning = {key: value for key, value in trial.settings.items() if key.startswith(FINE_TUNING)}
     known = finished.known
     settings = known.info.settings.model_copy(update=tuning)
@@ -275,7 +272,7 @@ def _retuned(finished: Finished, recorded: Recorded, trial: Trial, plan: Plan, w
 
 
 def plan_of(trial: Trial, where: Where) -> Plan:
-    """Return the devices of a trial and their data. Raises DataError if the data do not fit the experiment."""
+    """Return the devices of a trial and their data. Raises DataError."""
     files = files_of_devices(trial.task, where.data, trial.devices + trial.new)
     if files and trial.data_text:
         raise DataError(
@@ -296,8 +293,7 @@ def plan_of(trial: Trial, where: Where) -> Plan:
 def check(trials: Iterable[Trial], where: Where) -> None:
     """Load the devices' data, to report missing data before the training.
 
-    Load one device per partition, or every device if each has its own file. Raises DataError, UnknownTask,
-    UnknownMethod.
+    Raises DataError, UnknownTask, UnknownMethod.
     """
     seen: set[tuple[object, int]] = set()
     for trial in trials:

@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 def wait_until_healthy(server: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until the coordinator answers. Raises SystemExit with its log if it does not."""
+    """Wait until the coordinator answers. Raises SystemExit with its log."""
     for _ in range(600):
         if process.poll() is not None:
             raise SystemExit(f"the coordinator did not start:\n{log.read_text()}")

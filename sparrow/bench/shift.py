@@ -4,8 +4,7 @@ Each device is opened from its state folder with a ``--data`` that only changes 
 device half evaluates as in the federation's last evaluation. State folders and the coordinator's records do not change.
 
 With ``finetune_epochs``, the fine-tuned copy of a model is trained again, bitwise equal, once for all test sets of a
-device. One difference remains: a device that was never drawn had no personal model at the evaluation, and its later
-adapted model is ignored.
+device. The adapted model of a device that was never drawn is ignored.
 """
 
 from __future__ import annotations
@@ -99,7 +98,6 @@ def check_test_sets(plan: Plan, task: str, seed: int, texts: Sequence[str]) -> N
 
 
 def _newest_values(folder: Path) -> Tensors:
-    """Return the shared part of a model, which the coordinator sends only to its devices."""
     files = sorted((folder / "coordinator").glob("**/models/*.safetensors"))
     return checkpoint.load([file for file in files if ".state." not in file.name][-1].read_bytes())[0]
 
@@ -131,10 +129,7 @@ def judge(
 
 
 def _train_once(engine: Engine, trained: list[tuple[LocalResult, Tensors]]) -> None:
-    """Let a device's engine reuse the trainings of its first test set, since they do not depend on test data.
-
-    trained: results in order; the first test set fills it.
-    """
+    """Let a device's engine reuse the trainings of its first test set, since they do not depend on test data."""
     train = engine.train
     calls = itertools.count()
 

@@ -3,8 +3,7 @@
 A tuning run has at least half of the run's rounds. Trials in which the method's mechanism had no effect (a count of
 ``DeviceMethod.acts`` is zero) are ignored. If the best rate is at an edge of the grid, the grid is extended there by
 its own ratio, with the best point's other settings, until both neighbours of the best rate were tried, or
-``Tuning.extensions`` times. Epochs are not extended: they are the budget of a comparison, and the largest always fits
-best.
+``Tuning.extensions`` times. Epochs are not extended: the largest always fits best.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Point = dict[str, Value]
 
 
 class NothingActed(SdkError):
-    """A method's mechanism had no effect in any tuning trial; the message gives a number of rounds."""
+    """A method's mechanism had no effect in any tuning trial."""
 
     exit_code = Exit.USAGE
 
@@ -70,8 +69,8 @@ def tune(
     """Try every point of the grid for every method and return the best settings by label.
 
     only: labels to tune (empty: all); with ``resume`` the choices for others stay. The criterion is the final accuracy
-    on validation data, a mean over devices and seeds; the first point wins ties. Writes ``tuning.jsonl`` (every trial)
-    and ``tuned.json`` (the choices and their scores). Raises BadExperiment for runs that are too short, NothingActed.
+    on validation data, a mean over devices and seeds. Writes ``tuning.jsonl`` and ``tuned.json``. Raises BadExperiment,
+    NothingActed.
     """
     if experiment.tune is None:
         raise SystemExit(f"{name} has no [tune]; add it with a grid")
@@ -117,10 +116,7 @@ def tune(
 
 
 def missing(experiment: Experiment, name: str, file: Path, only: Sequence[str] = ()) -> list[Trial]:
-    """Return the next tuning trials without rows; those outside of the grid follow when it is complete.
-
-    only: labels (empty: all).
-    """
+    """Return the next tuning trials without rows; those outside of the grid come last."""
     done = {_key(each.trial): each for each in rows.read(file)}
     found: list[Trial] = []
 
@@ -231,7 +227,6 @@ def _next(edge: float, inner: float) -> float:
 
 
 def _train_alike(trial: Trial, other: Trial) -> bool:
-    """Return True if two trials have the same training and differ only in fine-tuning discarded copies."""
     both = all(each.settings.get("finetune_epochs", 0) for each in (trial, other))
     return both and not trial.new and without_fine_tuning(trial) == without_fine_tuning(other)
 

@@ -173,8 +173,8 @@ def ended(prog: str, work: Callable[[], int | None], *, shown: bool = False) -> 
 def interruptible(line: str | None = None) -> Iterator[None]:
     """Context manager: let SIGTERM act as Ctrl-C, unless this process has another handler.
 
-    line: if given, both signals write it and end the process at once. It is for imports, since some packages turn an
-    exception during their import into another error.
+    line: if given, both signals write it and end the process at once. It is for imports, in which some packages hide
+    exceptions.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -267,6 +267,6 @@ def _give_up_output() -> None:
 
 
 def drop_output() -> None:
-    """Discard the rest of the output, which the interpreter would otherwise fail to write when it exits."""
+    """Discard the rest of the output, which the interpreter could not write at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -100,7 +100,7 @@ _HELD = {"LSTM": 12, "GRU": 12, "RNN": 12, "Attention": 4, "Where": 2}
 
 
 def check_fields(data: bytes) -> None:
-    """Raise SkeletonError for a file with more fields, or deeper messages, than a graph needs, without parsing it."""
+    """Raise SkeletonError for more fields, or deeper messages, than a graph needs, without parsing."""
     _count(memoryview(data), ModelProto.DESCRIPTOR, 0, MOST_FIELDS)
 
 
@@ -159,10 +159,7 @@ def check_sizes(model: ModelProto) -> None:
 
 
 def samples_at_once(model: ModelProto, most: int) -> int:
-    """Return the number of samples, up to ``most``, that a checked model may run at a time.
-
-    The limits are ``MOST_AT_ONCE`` bytes, and ``MOST_SECONDS`` per node.
-    """
+    """Return the number of samples, up to ``most``, that a checked model may run at a time."""
     while most > 1:
         try:
             walk = Walk(model, samples=most)

@@ -44,7 +44,7 @@ class Building:
         return self.constant(np.array(numbers, dtype=np.int64))
 
     def index(self, values: NDArray[np.integer[Any]]) -> str:
-        """Return the name of integers >= 0 as int64, stored in the smallest type and converted at load."""
+        """Return the name of integers >= 0 as int64, stored in the smallest type."""
         largest = int(values.max(initial=0))
         small = np.uint8 if largest < 2**8 else np.uint16 if largest < 2**16 else np.int32
         return self.add("Cast", self.constant(values.astype(small)), to=TensorProto.INT64)

@@ -108,7 +108,7 @@ def _at(line: tuple[NDArray[np.float64], NDArray[np.float64]], samples: int) -> 
 
 
 def check_graphs(graphs: Graphs, manifest: Manifest) -> tuple[Needs, Needs]:
-    """Return the needs of step and evaluation. Raises GraphError, naming the fault, for an unsafe graph."""
+    """Return the needs of step and evaluation. Raises GraphError for an unsafe graph."""
     return _check(graphs.step, manifest, "step"), _check(graphs.evaluation, manifest, "evaluation")
 
 
@@ -228,7 +228,7 @@ class _Walk(Walk):
 
 
 def _check_sizes(model: ModelProto, manifest: Manifest) -> Needs:
-    """Raise GraphError for sizes that break the module's rules, differ from the recorded ones, or are too large."""
+    """Raise GraphError for sizes that break the module's rules or are too large."""
     weights = {spec.name for spec in manifest.whole}
     walks = [_Walk(model, samples=count, weights=weights) for count in SAMPLES]
     for walk in walks:

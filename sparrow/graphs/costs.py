@@ -2,9 +2,7 @@
 
 A node's work is split into matrix products, sequential reading and writing of values, and plain code, in nanoseconds of
 a reference machine (one core of an AMD EPYC, ONNX Runtime 1.31); three factors convert it to another machine
-(``Speed``). The counts follow ONNX Runtime's kernels, including slow ones: windows that are processed place by place,
-and broadcasts, transposes and copies of short runs. ``tests/graph_fuzzing.py`` compares predictions with runs of random
-graphs.
+(``Speed``). The counts follow ONNX Runtime's kernels, including slow ones.
 """
 
 from __future__ import annotations

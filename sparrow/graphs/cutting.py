@@ -8,8 +8,6 @@ Values are *cut* along axes to the places of active neurons, by rules for operat
     operators that mix neurons in other ways (layer norm, softmax over neurons, grouped convolutions), and operators
     without a rule, get whole values, with zeros for dropped neurons, and their result is cut.
 
-Every graph without subgraphs can therefore be cut. Constants that hold sizes are corrected.
-
 The active neurons are inputs of the graph, so that one graph serves all masks of equal size: ``kept:LABEL`` the active
 places of an axis, int64 [kept]; ``places:LABEL`` the position of each place among these, or -1, int64 [whole]. Random
 numbers are drawn for the whole network, and cut.
@@ -344,7 +342,7 @@ class Cutter:
         return len(cut.labels) if cut is not None else len(self.shape(name) or ())
 
     def sizes(self, name: str, shape: Lengths, labels: Labels) -> str | None:
-        """Return the name of the cut ``shape`` for a node's input ``name``; None if two lengths are unknown."""
+        """Return the name of the cut ``shape`` for a node's input ``name``, or None."""
         if all(label is None for label in labels):
             return self.get(name, (None,))
         lengths = self.shape_of_cut(shape, labels)
@@ -373,7 +371,6 @@ class Cutter:
                 self._pooled[name] = Cut(name, plan.labels)
 
     def _can_be_cut(self, node: onnx.NodeProto) -> bool:
-        """Return True if all shapes are known and an input of the node is cut."""
         if any(self.shape(name) is None for name in (*node.input, *node.output) if name):
             return False
         read = [self._cuts.get(name) for name in node.input if name]

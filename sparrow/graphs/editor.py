@@ -106,7 +106,7 @@ class Editor:
         return any(output.name == name for output in self.graph.output)
 
     def of_type(self, *kinds: str) -> Iterator[onnx.NodeProto]:
-        """Yield the nodes with one of these operators; the caller may change the graph meanwhile."""
+        """Yield the nodes with one of these operators; the graph may change meanwhile."""
         yield from [node for node in self.graph.node if node.op_type in kinds]
 
     def integers(self, values: Sequence[int]) -> str:
@@ -181,7 +181,7 @@ class Editor:
             node.output[:] = [new if made == name else made for made in node.output]
 
     def replace(self, node: onnx.NodeProto, values: Sequence[str]) -> None:
-        """Remove a node; its outputs' readers read ``values`` instead (empty for outputs without readers)."""
+        """Remove a node; its outputs' readers read ``values`` instead."""
         outputs = list(node.output)
         node.output[:] = [self.fresh() for _ in outputs]
         for output, value in zip(outputs, values, strict=False):

@@ -1,4 +1,4 @@
-"""Functions to rewrite ONNX graphs: attributes, copies, constants, static shapes, constant folding, unused nodes.
+"""Functions to rewrite ONNX graphs.
 
 Functions named ``..._in_place`` change their argument; others do not.
 """
@@ -147,7 +147,7 @@ def fresh_name(graph: GraphProto, wish: str) -> str:
 
 
 def activate_before_pooling_in_place(graph: GraphProto) -> None:
-    """Move a ReLU after convolution and max-pooling to before the pooling, so that it can join the convolution."""
+    """Move a ReLU after convolution and max-pooling to before the pooling."""
     counts = read_counts(graph)
     made_by = {name: node.op_type for node in graph.node if is_standard(node) for name in node.output}
     read_by = {name: node for node in graph.node if is_standard(node) for name in node.input}
@@ -214,7 +214,7 @@ _Sizes = dict[str, tuple[tuple[int, ...], int]]
 
 
 def _inferred(model: ModelProto, batch: int) -> _Sizes:
-    """Return the sizes that ONNX's shape inference finds, with computations on shapes folded in between."""
+    """Return the sizes that ONNX's shape inference finds."""
     given = deepcopy(model)
     version = opset(model)
     graph = given.graph

@@ -42,7 +42,7 @@ SIZING = names(
 
 
 def check_numbers(node: NodeProto, values: Values) -> None:
-    """Raise SkeletonError for a node with implausible numbers, or with numbers that would crash the runtime."""
+    """Raise SkeletonError for numbers that are implausible or would crash the runtime."""
     # The numbers of a constant are data.
     if node.op_type != "Constant":
         for each in node.attribute:
@@ -153,7 +153,7 @@ def _transforms(node: NodeProto, values: Values) -> tuple[int, int]:
 
 
 def _check_resize(node: NodeProto, values: Values) -> None:
-    """Raise SkeletonError for a resize that runtimes do not support, or with sizes that are not constant."""
+    """Raise SkeletonError for an unsupported resize, or sizes that are not constant."""
     given = attributes(node)
     mode = given.get("mode", b"nearest")
     kinds = {values.types[name].tensor_type.elem_type for name in node.input[:1] if name in values.types}

@@ -7,8 +7,7 @@ The nodes of the forward pass, and of a training step's backward pass, are repea
     responsibilities   [N, M]: r_m = π_m p_m(y) / Σ_m' π_m' p_m'(y), by which each sample's error in component m is
                        multiplied
 
-so that a step has the gradients of EM's M-step; for a cross-entropy loss, these are the gradients of the mixture's own
-loss. All components share a model's random numbers.
+so that a step has the gradients of EM's M-step. All components share a model's random numbers.
 """
 
 from __future__ import annotations

@@ -48,10 +48,7 @@ _ATTRIBUTES = {
 
 
 def check_skeleton(data: bytes, manifest: Manifest) -> ModelProto:
-    """Return the parsed skeleton, whose initialisers have no data, after all checks.
-
-    Raises SkeletonError, naming the fault and the remedy.
-    """
+    """Return the parsed skeleton after all checks. Raises SkeletonError."""
     if len(data) > MAX_GRAPH:
         raise SkeletonError(f"the skeleton has {len(data)} bytes; it must have at most {MAX_GRAPH}: leave weights out")
     digest = hashlib.sha256(data).hexdigest()
@@ -74,9 +71,8 @@ def check_skeleton(data: bytes, manifest: Manifest) -> ModelProto:
 def fill(skeleton: bytes, manifest: Manifest, tensors: Tensors, *, metadata: Mapping[str, str] | None = None) -> bytes:
     """Return a complete ONNX model: the skeleton with ``tensors`` as its weights.
 
-    tensors: name -> array for every tensor that the manifest does not drop; others are ignored. metadata: the model's
-    properties. The result is deterministic. Raises SkeletonError for the skeleton, ExportError, naming the tensor,
-    otherwise.
+    tensors: every tensor that the manifest does not drop; others are ignored. The result is deterministic. Raises
+    SkeletonError for the skeleton, ExportError, naming the tensor, otherwise.
     """
     model = check_skeleton(skeleton, manifest)
     for spec in manifest.whole:

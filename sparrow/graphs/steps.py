@@ -1,15 +1,12 @@
 """Passes that make a training step's graph faster without changing its results.
 
-A published step has the form that autograd and the exporter write. These passes use the active neurons, and avoid slow
-kernels of the runtime:
+These passes use the active neurons, and avoid slow kernels of the runtime:
 
     pool_by_tiles       computes the maxima of windows that do not overlap by comparing the places of all windows; the
                         first of equal values is the maximum, as in PyTorch
     join_channels       computes the error of a convolution's weight by one product instead of one per input channel
     train_parts         computes errors of weights for active rows and columns only, which are inputs
     multiply_turned     merges transposes into products
-
-The runtime itself joins transposes, merges equal nodes, and folds constants when it loads a graph.
 """
 
 from __future__ import annotations
@@ -51,10 +48,7 @@ def step_of_neurons(step: bytes, manifest: Manifest, mask: NeuronMask | None) ->
 def products_of(
     manifest: Manifest, blocks: Mapping[str, Block]
 ) -> tuple[Parts, dict[str, NDArray[np.int64]], list[str]]:
-    """Return arguments for ``optimise``: active rows and columns by number, their indices, and ``lowest``.
-
-    blocks: trained blocks of parameters that are frozen in part, by name.
-    """
+    """Return arguments for ``optimise``: active rows and columns by number, their indices, and ``lowest``."""
     parts = {}
     index = {}
     for spec in manifest.tensors:
@@ -113,7 +107,7 @@ def optimise(model: bytes, parts: Parts | None = None, lowest: Collection[str] =
 
 
 def pool_by_tiles(editor: Editor) -> None:
-    """Compute the maxima of windows that tile an image, and their errors, by comparing place by place."""
+    """Compute the maxima of windows that tile an image, and their errors."""
     for pool in editor.of_type("MaxPool"):
         kernel = attribute(pool, "kernel_shape", [])
         shape = editor.shape(pool.input[0])
@@ -227,8 +221,7 @@ def _alone(editor: Editor, product: onnx.NodeProto, reader: onnx.NodeProto) -> o
 def narrow_errors(editor: Editor, weights: Collection[str]) -> None:
     """Restrict the errors of layers to the active rows that ``train_parts`` uses.
 
-    The layers below train only weights between active neurons. Errors with readers other than the bias stay whole. The
-    error of the bias is restricted too.
+    Errors with readers other than the bias stay whole.
     """
     for name in weights:
         index = f"rows:{name}"
@@ -276,7 +269,7 @@ ELEMENTWISE = frozenset(
 
 
 def _part(editor: Editor, value: str, index: str, count: int | None) -> str:
-    """Return channels ``index`` of a value [N, C, ...], computed from parts of its inputs as far as possible."""
+    """Return channels ``index`` of a value [N, C, ...], from parts of its inputs if possible."""
     node = editor.maker(value)
     shape = editor.shape(value)
     if editor.constant(value) is not None or (shape is not None and len(shape) == 0):

@@ -5,8 +5,8 @@ v(w + ε d), node by node from the weights on (forward mode), so that
 
     flow:NAME = d/dε g(w + ε d) = H d         for the input d, named along:NAME, of each requested weight
 
-exactly, like double differentiation in PyTorch. At a kink of a function the result is the derivative of the current
-piece. Finite differences of gradients are inaccurate, because hundreds of activations cross kinks.
+exactly. At a kink of a function the result is the derivative of the current piece. Finite differences of gradients are
+inaccurate, because hundreds of activations cross kinks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ PRODUCTS = frozenset(["Conv", "ConvTranspose", "Gemm", "MatMul", "Mul"])
 
 
 def flow_graph(step: bytes, names: Collection[str]) -> bytes:
-    """Return the graph of H d for the weights ``names``. Raises NoCurvature, naming an operator without a rule."""
+    """Return the graph of H d for the weights ``names``. Raises NoCurvature."""
     proto = onnx.load_from_string(step)
     graph = proto.graph
     tangents = Tangents(Editor(proto), {name: ALONG + name for name in names})

@@ -153,7 +153,7 @@ def judge_outputs(model: bytes) -> bytes:
 
 
 def _free_ends(editor: Editor) -> Mapping[str, str]:
-    """Rename loss and error, so that new values can use the names that the backward pass reads."""
+    """Rename loss and error, to free the names that the backward pass reads."""
     names = {name: editor.fresh() for name in ENDS}
     part = loss_part(editor.graph, ENDS)
     makers = [maker for maker in map(editor.maker, ENDS) if maker is not None]

@@ -15,8 +15,7 @@ SENSITIVITY = {"zero_out": 1.0, "replacement": 2.0}
 
 @lru_cache(maxsize=1024)
 def gaussian_epsilon(delta: float, *mechanisms: tuple[float, int]) -> float:
-    """Return epsilon at ``delta`` of Gaussian mechanisms in sequence, each as (noise deviation / sensitivity, number of
-    runs). Raises MissingPart."""
+    """Return epsilon at ``delta`` of a sequence of (noise deviation / sensitivity, runs). Raises MissingPart."""
     check_accountant()
     from dp_accounting import ComposedDpEvent, GaussianDpEvent, SelfComposedDpEvent
     from dp_accounting.rdp import RdpAccountant

@@ -32,9 +32,7 @@ def means_caller(host: str) -> bool:
 
 
 def in_network(*versions: int) -> str | None:
-    """Return this machine's address in its network, for the first available of these IP versions; None if there is
-    none.
-    """
+    """Return this machine's address in its network, of the first available IP version, or None."""
     for version in versions or (4, 6):
         family = socket.AF_INET if version == 4 else socket.AF_INET6
         # OSError: there is no network, or none of this version.

@@ -1,9 +1,7 @@
 """The method ``auto``, which chooses a method and its settings.
 
-The choice is made once, when a federation is created, and depends on the model. Other decisions depend on devices and
-data at run time: under FedSPU a device of budget 1 trains the whole model; outputs are adjusted by class frequencies if
-these differ between devices (``protocol.skew``); at the end each device chooses a model by all devices' and its own
-validation data (``protocol.evidence``). docs/choosing.md has the measurements.
+The choice is made once, when a federation is created. Decisions at run time are in ``protocol.skew`` and
+``protocol.evidence``. docs/choosing.md has the measurements.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ def chosen(settings: FederationSettings, manifest: Manifest, *, classes: bool) -
     """Return the settings with a chosen method, unless they name one already.
 
     FedSPU if the manifest says which neurons feed which weights, otherwise FedAvg; with int8 updates, except in secure
-    rounds. classes: outputs are class scores after the last bias, and may be adjusted. Given settings stay, even if
-    they equal a default.
+    rounds. classes: outputs are class scores after the last bias, and may be adjusted. Given settings stay.
     """
     if settings.method != AUTO:
         return settings

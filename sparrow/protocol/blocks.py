@@ -2,7 +2,7 @@
 
 A block is a run of one tensor's values in row-major order; blocks are numbered through the model, tensor after tensor.
 The first block of every tensor is always on; a knapsack over importances selects others, for the whole model or each
-group of layers. The manifest has the table. A ``BlockMask`` names the blocks that are sent.
+group of layers.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class BlockTable:
         return capacity
 
     def scale_in_place(self, tensors: Mapping[str, NDArray[np.generic]], gates: NDArray[np.generic]) -> None:
-        """Compute θ ⊛ M' for ``gates`` [L]: multiply each block by its gate; tensors outside the table stay."""
+        """Compute θ ⊛ M' for ``gates`` [L]; tensors outside the table stay."""
         for name, sizes in self.tensors.items():
             flat = tensors[name].reshape(-1)
             ends = accumulate(sizes)
@@ -232,8 +232,9 @@ class Runs:
 
 
 def values_of(importances: NDArray[np.floating], costs: Costs, importance: Importance) -> NDArray[np.floating]:
-    """Return each block's value [..., L] in the knapsack; ties prefer the first. ``per_block`` (Eq. 6): its importance,
-    so that one large block never beats ten small ones. ``per_weight``: its importance times its cost."""
+    """Return each block's value [..., L] in the knapsack; ties prefer the first. ``per_block`` (Eq. 6): its importance.
+    ``per_weight``: its importance times its cost.
+    """
     worth = importances - TIE * np.arange(len(costs))
     return worth * np.maximum(costs, 1) if importance == "per_weight" else worth
 
@@ -309,7 +310,7 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
 
 
 def _greedy(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int) -> Selection:
-    """Return a greedy selection by value per size, or the best single item: at least half of the optimal value."""
+    """Return a greedy selection, or the best single item: at least half of the optimal value."""
     chosen = np.zeros(values.shape, dtype=bool)
     # Items without cost always fit.
     order = np.argsort(-values / np.maximum(sizes, 1), axis=1, kind="stable")

@@ -17,23 +17,23 @@ Metadata, all strings as in safetensors:
     report    JSON beside the values (an update's ``UpdateReport``), or ""
     sha256    digest of the header without this entry, and of the data
 
-A mask takes its shortest form. ``draw`` is a seed from which both sides derive it, about 100 bytes for any model;
-``bits`` is one bit per hidden neuron in manifest order, most significant bit first; ``index`` lists, per group, the
-active neurons as uint16 or uint32; ``first`` counts the first neurons of every group. So the
-conv(1->3)-fc(5)-out(2) network of ``manifest`` with conv neuron 1 and fc neurons 0 and 2 active packs as bits
-0b010_10100 in one byte, then conv.weight[1], fc.weight[[0,2]][:, 4:8], out.weight[:, [0,2]].
+A mask takes its shortest form. ``draw`` is a seed from which both sides derive it; ``bits`` is one bit per hidden
+neuron in manifest order, most significant bit first; ``index`` lists, per group, the active neurons as uint16 or
+uint32; ``first`` counts the first neurons of every group. So the conv(1->3)-fc(5)-out(2) network of ``manifest`` with
+conv neuron 1 and fc neurons 0 and 2 active packs as bits 0b010_10100 in one byte, then conv.weight[1],
+fc.weight[[0,2]][:, 4:8], out.weight[:, [0,2]].
 
 Masks of blocks are a bit for each, most significant bit first. Masks of elements are the digest of one that both sides
 have (``known``), the bits of all maskable weights (``elements``), or the difference from the mask of a digest
 (``changed``).
 
 Values are float32 (F32), float16 (F16), bfloat16 (BF16, rounded to nearest even) or int8 (I8), which are differences
-from the payload. The manifest has names and counts, which would take about 90 bytes per tensor here.
+from the payload.
 
 Decoding does not use the safetensors library, because the input is untrusted: every length is checked against the
 manifest before data are copied. Beyond the input it uses at most ``MAX_MEMORY_FACTOR`` times its length, and
 ``MAX_MEMORY_FIXED`` for header and mask. A mask of elements takes a byte per maskable weight (four more while a
-difference is read, and eight per existing one if rows are counted); signs take five bytes each.
+difference is read); signs take five bytes each.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def encode(
 ) -> bytes:
     """Return packed ``values`` (see ``masks.pack``) and their mask as a bundle.
 
-    Values of type uint16 or uint32 are masked by secure aggregation, as are extras. draw: the seed of ``mask``, used if
-    it is the shortest form. known: a mask of elements that the reader has. parts: a method's, by name. Quantised values
-    have precision int8. Raises BundleError if a value is not finite in the precision.
+    Values of type uint16 or uint32 are masked by secure aggregation, as are extras. draw: the seed of ``mask``. known:
+    a mask of elements that the reader has. Quantised values have precision int8. Raises BundleError if a value is not
+    finite in the precision.
     """
     wanted = count_values(manifest, mask)
     quantised = isinstance(values, Quantised)
@@ -193,8 +193,8 @@ def decode(
 ) -> Bundle:
     """Read and check a bundle of ``manifest``: size, header, digest, mask, counts, types, finite, in this order.
 
-    known: the mask of elements that this side has. parts: the allowed ones. intact: the digest of these bytes was
-    already checked. Raises BundleError.
+    known: the mask of elements that this side has. intact: the digest of these bytes was already checked. Raises
+    BundleError.
     """
     buffer = memoryview(body).cast("B")
     header, start = _read_header(buffer)
@@ -249,7 +249,6 @@ def _masked(
     report: str,
     sizes: Mapping[str, int],
 ) -> Bundle:
-    """Decode a bundle of masked values, which may contain only extras and a mask."""
     if not data.keys() <= {"values", "extras", "mask"}:
         raise BundleError("masked values must not have scales or a method's parts; encode with protocol.bundle")
     words, extras = (np.frombuffer(data.get(name, b""), f"<u{_MASKED[dtype]}") for name in ("values", "extras"))
@@ -318,9 +317,7 @@ def _digest(header: dict[str, Any], parts: list[bytes | memoryview] | list[memor
 
 
 def _all_finite(values: NDArray[np.floating[Any]]) -> bool:
-    """Return whether all values are finite. Uses the sum, or the extremes if it overflows, to avoid an array of
-    flags.
-    """
+    """Return whether all values are finite, without an array of flags."""
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(values.sum()):
             return True

@@ -1,9 +1,7 @@
 """Checkpoints: a whole model by name, as a plain safetensors file.
 
-Training devices and the coordinator exchange bundles; checkpoints hold whole models (published weights, the global
-model, ``GET .../model``, personal models) under their state-dict names. The metadata has one entry, ``sparrow``, a
-string (usually JSON): safetensors writes several entries in no fixed order, and the same model must give the same
-bytes.
+The metadata has one entry, ``sparrow``, a string (usually JSON): safetensors writes several entries in no fixed order,
+and the same model must give the same bytes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kinds of federation events, for the timeline, chart marks and webhooks.
 
-An event has a start and no duration. The end of a failure or a pause is a separate event.
+The end of a failure or a pause is a separate event.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The choice of a device's model by the evidence of all devices (``personal_model=fleet``).
 
-On few validation samples a model may be better only by chance. Therefore each device measures its candidates' gains
-over the finished global model and reports their moments. It receives the pool of all devices, and combines it with its
-own measurement (Efron, Morris, "Empirical Bayes on Vector Observations", Biometrika 59, 1972).
-With g_k [C] the mean gains of device k on n_k parts of its validation data, their mean μ and covariance T between
-devices, and W the covariance of one part's gains within a device,
+On few validation samples a model may be better only by chance. So each device measures its candidates' gains over the
+finished global model and reports their moments. It receives the pool of all devices, and combines it with its own
+measurement (Efron, Morris, Biometrika 59, 1972). With g_k [C] the mean gains of device k on n_k parts of its validation
+data, their mean μ and covariance T between devices, and W the covariance of one part's gains within a device,
 
     E[γ_k | g_k] = μ + T (T + W / n_k)⁻¹ (g_k - μ)
 
@@ -165,8 +164,7 @@ def pool_of(told: Iterable[Evidence]) -> Pool | None:
 
 
 def choice(pool: Pool | None, evidence: Evidence | None, there: Collection[str] = CANDIDATES) -> str:
-    """Return the device's choice among the candidates ``there``, or ``GLOBAL``. Without a pool a candidate must gain by
-    ``AHEAD`` standard errors."""
+    """Return the device's choice among the candidates ``there``, or ``GLOBAL``."""
     missing = np.array([False, *(name not in there for name in CANDIDATES)])
     if pool is not None:
         gains = np.append(0.0, pool.mean)

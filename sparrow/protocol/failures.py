@@ -1,9 +1,9 @@
 """The failures that a device can report to a coordinator instead of error messages.
 
 An error's text may contain file names or data, so it stays in the device's log. The device sends a failure from this
-list, ``TYPE`` or ``TYPE/CODE``, with different codes for different remedies. Two types take more codes: program-error
-any builtin exception (of Python, or of JavaScript on a page), nothing-trained the device's last failure with a hyphen
-for the slash. ``coordinator/web/static/failures.js`` has the same list; a test compares them.
+list, ``TYPE`` or ``TYPE/CODE``. Two types take more codes: program-error any builtin exception (of Python, or of
+JavaScript on a page), nothing-trained the device's last failure with a hyphen for the slash.
+``coordinator/web/static/failures.js`` has the same list; a test compares them.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ A layer with W weights and P output positions (pixels, steps of a recurrent laye
 
 so a step costs three forward passes, except that the first layer's input needs no gradient. Frozen weights need no
 gradient either, nor do inputs before the first trained layer. Linear layers, convolutions, recurrent layers and the
-projections of attention count (key and value as long as the query). As in ``torch.utils.flop_counter``, parameters
-outside of torch's layers, products of activations, and layers without a weight matrix do not.
+projections of attention count (key and value as long as the query). As in ``torch.utils.flop_counter``, products of
+activations and layers without a weight matrix do not.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def training_flops(
     """Return the FLOPs of training on ``samples`` samples, counting each pass: forward, and both gradients.
 
     weight_gradients: neurons whose weights get gradients; errors pass through the others (FedSPU, Eq. 5). narrow: the
-    others are absent and cost nothing. Elements outside a mask also cost nothing (FedSGC, appendix A.1), although dense
-    kernels compute them.
+    others are absent and cost nothing. Elements outside a mask also cost nothing (FedSGC, appendix A.1).
     """
     gone = narrow or isinstance(weight_gradients, ElementMask)
     forward = _layer_flops(manifest, weight_gradients if gone else None)
@@ -88,15 +87,12 @@ def budget_groups(manifest: Manifest, per: BudgetPer, budget: float, cost: str) 
 
 
 def _step_flops(forward: Sequence[int], gradients: Sequence[int]) -> int:
-    """Return the FLOPs of a training step per sample. Only layers after the first trained layer need input
-    gradients.
-    """
+    """Return the FLOPs of a training step per sample."""
     first = next((place for place, flops in enumerate(gradients) if flops), len(gradients))
     return sum(forward) + sum(forward[first + 1 :]) + sum(gradients)
 
 
 def _layer_flops(manifest: Manifest, mask: Mask | None, *, trained: bool = False) -> list[int]:
-    """Return each counted layer's forward FLOPs per sample, in forward order. trained: count only trained weights."""
     specs = {spec.name: spec for spec in manifest.tensors}
     flops = []
     for layer in manifest.layers:

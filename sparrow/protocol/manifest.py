@@ -1,7 +1,6 @@
 """A model as data: its tensors, neurons, initial weights, and the shape of its forward pass.
 
-The coordinator has no torch; it draws initial weights, plans devices' neurons and packs values by the manifest. Every
-axis of every tensor is a sequence of ``Segment(group, repeat)``, the neurons of a group in order, each owning
+Every axis of every tensor is a sequence of ``Segment(group, repeat)``, the neurons of a group in order, each owning
 ``repeat`` consecutive entries. A ``NeuronGroup`` is the set of output channels or features of a hidden layer, or of
 several layers whose outputs are added. Repeat is 1, except behind a flatten, where channel c of an H x W map owns the
 columns c*H*W .. (c+1)*H*W-1; several segments stand for a concatenation. An axis without segments is always complete. A
@@ -381,7 +380,8 @@ class Manifest(Record):
     @cached_property
     def maskable(self) -> tuple[TensorSpec, ...]:
         """The tensors that a sparse method may prune: shared weights of linear layers and convolutions that no other
-        layer uses."""
+        layer uses.
+        """
         uses = Counter(name for layer in self.layers for name in layer.tensors)
         weights = {name for layer in self.layers if layer.kind in MULTIPLYING for name in layer.tensors}
         return tuple(
@@ -490,8 +490,7 @@ class Manifest(Record):
     def check_tensors(
         self, tensors: Tensors, *, what: str, which: Literal["published", "kept", "whole"] = "kept"
     ) -> None:
-        """Raise ManifestError, naming the tensor, unless ``tensors`` has exactly this model's names, shapes and types.
-        what: their name in the message."""
+        """Raise ManifestError unless ``tensors`` has exactly this model's names, shapes and types."""
         wanted: tuple[TensorSpec, ...] = getattr(self, which)
         missing = [spec.name for spec in wanted if spec.name not in tensors]
         if missing:

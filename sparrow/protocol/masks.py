@@ -235,8 +235,9 @@ class Block:
 
 
 def neuron_view(manifest: Manifest, spec: TensorSpec) -> tuple[int, ...]:
-    """Return the shape of a tensor with neurons (or inputs, or classes) on its first two axes. Behind a flatten, the
-    entries of a channel become a separate axis, like a kernel's."""
+    """Return the shape of a tensor with neurons (or inputs, or classes) on its first two axes. Behind a flatten, a
+    channel's entries become a separate axis.
+    """
     last = min(len(spec.axes), 2) - 1
     segments = spec.axes[last] if spec.axes else ()
     if len(segments) == 1 and segments[0].repeat > 1:

@@ -1,7 +1,6 @@
 """The data of the coordinator's page about a federation: ``GET /v1/federations/{name}/overview`` and ``.../events``.
 
-Its size is bounded for any fleet and training time: rounds are summed into few points, and devices are counted. Full
-data: ``GET .../rounds`` and ``GET .../devices``.
+Its size is bounded for any fleet and training time: rounds are summed into few points, and devices are counted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Additional parts of a message: vectors that a method sends with the values, such as signs or squared gradients.
 
-A method declares its parts; bundle, coordinator and session handle them by these declarations. There are two types of
-numbers, distinguished by the array's dtype:
+There are two types of numbers, distinguished by the array's dtype:
 
     float32   four bytes each, finite
     sign      -1, 0 or 1, int8 in memory. On the wire: their number (uint32), a bit for each that is set if the sign is

@@ -6,9 +6,6 @@ and the digest of the reference model if it stores a difference. ``best.safetens
 it is not the last: the same file after an earlier round, or with a mixture. ``progress.json`` is the progress since the
 model was written. Each contains its own SHA-256, computed with zeros in that place (``sign``); damaged files raise
 BundleError.
-
-The folder also has ``manifest.json`` with its files, ``federation.json`` (the membership) and ``own.json`` (statistics
-of the device's own data).
 """
 
 from __future__ import annotations

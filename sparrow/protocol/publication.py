@@ -1,8 +1,7 @@
 """Publications: the signed terms of a model, and how devices enforce them.
 
-The author signs ``Terms`` with an Ed25519 key. A ``Publication`` is that text with key and signature, which the
-coordinator stores and serves. A coordinator may change the description of a model if this sends no more of it;
-``differs`` finds all other changes.
+The author signs ``Terms`` with an Ed25519 key. A ``Publication`` is that text with key and signature. A coordinator may
+change the description of a model if this sends no more of it; ``differs`` finds all other changes.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def default_ranges(settings: FederationSettings) -> dict[str, Range]:
 
 
 def read_ranges(texts: Iterable[str]) -> dict[str, Range]:
-    """Return ranges by setting, from texts such as ``cohort>=10``. Raises ProtocolError, naming the text."""
+    """Return ranges by setting, from texts such as ``cohort>=10``. Raises ProtocolError."""
     found = dict[str, Range]()
     for text in texts:
         match = _RANGE.match(text)

@@ -1,8 +1,8 @@
 """The settings of a federation, in groups.
 
-Settings are flat on the wire, on the command line and in records. ``FederationSettings`` inherits from every group, so
-that functions can take only the groups they need. docs/settings.md lists every field. Groups check themselves,
-``FederationSettings`` checks across groups, and the coordinator checks method and model.
+``FederationSettings`` inherits from every group, so that functions can take only the groups they need. docs/settings.md
+lists every field. Groups check themselves, ``FederationSettings`` checks across groups, and the coordinator checks
+method and model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The rules of sparse training for both halves: which weights exist, and which change.
 
 Functions of one layer, a maskable tensor, take flat arrays [n] in row-major order. Directions, d, are the sign of the
-global model's last movement at a position: -1, 0 or 1; a zero neither agrees nor disagrees. Values are finite. Ties
-keep or revive the lower flat index, and drop the higher one. Shares of a count are rounded down after adding 1e-9, so
-that 0.29 * 100 counts as 29.
+global model's last movement at a position: -1, 0 or 1; a zero neither agrees nor disagrees. Ties keep or revive the
+lower flat index. Shares of a count are rounded down after adding 1e-9, so that 0.29 * 100 counts as 29.
 
 Sources: FedSGC, arXiv:2405.01189; FedDST, Bibikar et al., AAAI 2022; RigL, Evci et al., ICML 2020; PruneFL, Jiang et
 al., 2022; GraSP, Wang et al., ICLR 2020.
@@ -46,9 +45,9 @@ def layer_densities(manifest: Manifest, density: float, rule: LayerSparsity = "e
     share, 1 - S. Raises ValueError.
 
     ``erk``, Erdos-Renyi-Kernel (RigL): min(1, eps * sum of the dimensions / their product), eps such that kept weights
-    add up to density * n_w. ``uniform``: the same everywhere. ``uniform_first_dense``: the first layer whole, the
-    others equal. ``feddst``: ERK of the FedDST code: sparsity in proportion to 1 - sum / product, of weights and
-    biases; a layer that would keep no weight, or more than it has, stays dense.
+    add up to density * n_w. ``uniform_first_dense``: the first layer whole, the others equal. ``feddst``: ERK of the
+    FedDST code: sparsity in proportion to 1 - sum / product, of weights and biases; a layer that would keep no weight,
+    or more than it has, stays dense.
     """
     if not 0 < density <= 1:
         raise ValueError(f"density is {density}; the share of weights kept must lie in (0, 1]")
@@ -168,7 +167,8 @@ def _magnitudes(values: NDArray[Any]) -> Reals:
 
 def random_mask(manifest: Manifest, counts: Mapping[str, int], seed: int) -> ElementMask:
     """Return ``counts[name]`` uniform positions of every maskable tensor, the same on every machine: those with the
-    smallest 64-bit keys of one PCG64 stream, tensors in manifest order (see ``manifest.initial_values``)."""
+    smallest 64-bit keys of one PCG64 stream, tensors in manifest order.
+    """
     key = hashlib.sha256(f"elements|{seed}".encode()).digest()
     generator = np.random.PCG64(int.from_bytes(key[:16], "big"))
     return ElementMask(
@@ -226,9 +226,8 @@ def adjustment_steps(
     """Return a device's replacements in a round: (batches trained before, nominal time t in local epochs).
 
     One is due after every epoch at which e_c + e, ``before`` and this round's, is a multiple of ``interval`` below
-    ``end``. Weights revived after the last batch would be sent as zeros and be dropped by the coordinator. So
-    ``penultimate`` moves that replacement one epoch earlier, keeping its t, or into the middle of a single epoch; if it
-    then coincides with another, the later t holds.
+    ``end``. Weights revived after the last batch would be sent as zeros. So ``penultimate`` moves that replacement one
+    epoch earlier, keeping its t, or into the middle of a single epoch.
     """
     times: dict[int, int] = {}
     for epoch in range(1, epochs + 1):
@@ -265,7 +264,7 @@ def prune(
     share: float,
     basis: Basis = "total",
 ) -> Pruned:
-    """Drop the weights of one layer beyond ``left``, D_l (FedSGC, Eq. 1-2). Flat arrays [n] are not modified.
+    """Drop the weights of one layer beyond ``left``, D_l (FedSGC, Eq. 1-2).
 
     moved: the local pseudo-gradient, local minus received. A ``share``, lambda, of the layer's zeros afterwards
     (``total``, as printed) or of the weights to drop (``moved``) is dropped first, among weights that moved against
@@ -290,7 +289,8 @@ def prune(
 @dataclass(frozen=True, eq=False)
 class Grown:
     """A layer after reviving weights. exists: bool [n]. Revived, as sorted flat positions: ``guided``, whose gradient
-    agrees with the direction, and ``magnitude``, whose gradient is large. ``prune`` may have just dropped some."""
+    agrees with the direction, and ``magnitude``, whose gradient is large.
+    """
 
     exists: Flags
     guided: Index
@@ -456,7 +456,7 @@ def keep_by_gain(
 
     Other weights are added by g2 / t_l, largest first, while that exceeds the sum of g2 over the seconds of all kept so
     far. A tensor without a fixed weight keeps the one with the largest g2. If these are too many, the ``count`` largest
-    |weights| of them are kept, at least one per tensor.
+    |weights| are kept, at least one per tensor.
     """
     names = list(mask.exists)
     sizes = [_magnitudes(weights[name]) for name in names]

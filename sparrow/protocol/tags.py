@@ -1,7 +1,6 @@
 """Tags of devices, and selections of devices by their tags.
 
-A federation lists the allowed keys and values. A device has at most one value for each key. A selection is a list of
-conditions that all must hold:
+A device has at most one value for each key. A selection is a list of conditions that all must hold:
 
     board=orin and site in (lab, field) and power!=battery
 

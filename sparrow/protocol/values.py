@@ -2,7 +2,7 @@
 
 A file has the tensors in manifest order without names, little-endian and row-major, in their own type. Frozen float32
 tensors with at least two axes may be float16 (``frozen_precision``). Without names, the same backbone has the same file
-in any federation. The manifest has the SHA-256 of each file.
+in any federation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ File = bytes | memoryview | NDArray[np.uint8]
 
 
 def pack(manifest: Manifest, which: Values, tensors: Mapping[str, Array]) -> bytes:
-    """Serialise these values to a file. Raises ManifestError, naming the tensor, if a value is not finite."""
+    """Serialise these values to a file. Raises ManifestError if a value is not finite."""
     parts = []
     for spec, kind in _stored(manifest, which):
         with np.errstate(over="ignore"):
@@ -39,8 +39,7 @@ def size(manifest: Manifest, which: Values) -> int:
 
 
 def unpack(manifest: Manifest, which: Values, file: File) -> Tensors:
-    """Return the tensors by name, read-only: views of ``file``, or float32 copies of float16. Raises ManifestError for
-    another file than the manifest's."""
+    """Return the tensors by name, read-only: views of ``file``, or float32 copies of float16. Raises ManifestError."""
     data = np.frombuffer(file, np.uint8)
     wanted = manifest.files.get(which)
     if len(data) != size(manifest, which) or hashlib.sha256(data.data).hexdigest() != wanted:

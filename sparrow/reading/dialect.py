@@ -128,7 +128,7 @@ def open_text(path: Path, source: str, options: ReadOptions) -> TextTable:
 
 @contextmanager
 def _opened(path: Path, source: str, encoding: str) -> Iterator[IO[str]]:
-    """Open a file's text, unpacked if it is gzipped; reading errors become a DataError."""
+    """Open a file's text, unpacked if it is gzipped."""
     try:
         with io.TextIOWrapper(open_bytes(path), encoding=encoding, newline="") as text:
             yield text

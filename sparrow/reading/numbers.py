@@ -56,7 +56,7 @@ def number(text: str, decimal: str = ".") -> float | None:
 
 
 def numbers(cells: Sequence[str], decimal: str = ".") -> tuple[NDArray[np.float64], NDArray[np.bool_] | None]:
-    """Return the cells' numbers, NaN for other cells, and a mask of the texts among these (None without texts)."""
+    """Return the cells' numbers, NaN for others, and a mask of the texts (None without any)."""
     # A block of plain numbers is converted as a whole; otherwise each distinct text is converted once.
     try:
         return _plain(cells, decimal), None

@@ -87,7 +87,7 @@ class ReadOptions:
             raise BadOption(f"--data: drop={both[0]} leaves out a column that another option uses; name it once")
 
     def refuse(self, source: str, reason: str, *keys: str) -> None:
-        """Raise BadOption if one of these options is given, since such data do not use it."""
+        """Raise BadOption if one of these options is given."""
         for key in keys:
             if getattr(self, key) not in (None, (), 0):
                 raise BadOption(f"{source}: {reason}, so {key}= has no effect; leave it out")

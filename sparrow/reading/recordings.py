@@ -139,8 +139,8 @@ def _unit(source: str, name: str, first: float, step: float, rate: float | None,
 class _Clock:
     """The times of all rows.
 
-    unit: seconds per unit of ``values``. step: the usual one. together: rows with the same session, label and person as
-    the next. seconds: since the first row. rate: rows per second. gaps: rows after which others are missing.
+    unit: seconds per unit of ``values``. together: rows with the same session, label and person as the next. gaps: rows
+    after which others are missing.
     """
 
     def __init__(self, values: NDArray[np.float64], unit: float, step: float, together: NDArray[np.bool_]) -> None:
@@ -192,7 +192,6 @@ def _check_channels(raw: Raw, preparation: Preparation | None) -> None:
 
 
 def _of_rows(rows: Rows, kept: NDArray[np.bool_]) -> Raw:
-    """Return the ``kept`` rows of the file; ``rows`` are the rows that are left."""
     if not kept.any():
         raise DataError(
             f"{rows.raw.source}: every row lacks a value, so missing=drop leaves none; drop columns instead"

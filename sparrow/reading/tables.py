@@ -1,7 +1,7 @@
 """Tables to raw samples, one row each: float32 numbers, and categories by index.
 
-A table is read in blocks, so that its cells are never all in memory as Python strings. The first pass converts every
-column to numbers and counts failures, which identifies columns of names. A second pass converts those.
+A table is read in blocks, so that its cells are never all in memory. The first pass converts every column to numbers;
+failures identify columns of names, which a second pass converts.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ def question_of(table: Table, label: int, lines: NDArray[np.int64], options: Rea
 class _Reading:
     """The reading of one table.
 
-    declared: the federation's columns by position. categories: columns of names, complete after the first pass. inputs:
-    [rows, features], NaN for texts. said: remarks.
+    declared: the federation's columns by position. inputs: [rows, features], NaN for texts.
     """
 
     def __init__(self, table: Table, options: ReadOptions, wanted: Wanted) -> None:
@@ -215,7 +214,7 @@ class _Reading:
         )
 
     def _check_numbers(self) -> None:
-        """Refuse the first cell of a numeric column that is text, beyond float32, or missing without an option."""
+        """Refuse a cell of a numeric column that is text, beyond float32, or missing."""
         declared = self._declared
         places = [place for place in self._roles.features if place not in self._categories or place in declared]
         numeric = [place for place in places if place in self._tallies]
@@ -303,7 +302,6 @@ class _Reading:
     # --- rows left out
 
     def _kept(self, decided: Decided | None) -> tuple[NDArray[np.bool_] | None, list[str]]:
-        """Return a mask of the kept rows, None for all, and a remark on the others."""
         out = np.zeros(len(self._lines), np.bool_)
         if decided is not None and decided.missing is not None:
             out |= decided.missing

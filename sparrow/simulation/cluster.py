@@ -1,7 +1,7 @@
 """A fleet on a Ray cluster: each worker hosts a slice of the devices.
 
 A slice is a fleet of one process (``fleet.run_fleet``) in a Ray actor with one core. Slice k has the devices k, k + N,
-k + 2N and so on. Ray transfers the plan and the counts; models travel only between devices and coordinator.
+k + 2N and so on. Models travel only between devices and coordinator.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SETTINGS = {
 
 
 class _Slice:
-    """The Ray actor of a part of a fleet. It has two threads, for ``run`` and ``stop``."""
+    """The Ray actor of a part of a fleet, with a thread each for ``run`` and ``stop``."""
 
     def __init__(
         self, server: str, plan: Plan, number: int, of: int, root: Path | None, options: dict[str, Any]
@@ -108,8 +108,7 @@ def run_on_ray(
     workers: number of slices, by default one per core. state_dir: folder on every node; to continue, use the same
     number of workers on the same nodes, or a shared folder. Other arguments are those of ``run_fleet``.
 
-    Raises SdkError; MissingPart without Ray; KeyboardInterrupt after every device has finished its step, which an idle
-    slice notices after up to ``fleet.LOOK_SECONDS``.
+    Raises SdkError; MissingPart without Ray; KeyboardInterrupt after every device has finished its step.
     """
     if workers is not None and workers < 1:
         raise BadArgument(f"--workers {workers}: give at least 1")

@@ -2,7 +2,6 @@
 
 ONNX Runtime computes without Python's interpreter lock, so threads can share imports, data and sessions. The fleet
 polls the coordinator for open work and passes it to free hosts (``host``). An idle device takes only disk space.
-Devices call the coordinator over HTTP, or its application in this process; both give the same final model.
 """
 
 from __future__ import annotations
@@ -88,11 +87,8 @@ def run_fleet(
 
     server: the coordinator's address. app: alternatively its ASGI application, run in this process. engine: auto takes
     ONNX Runtime if the federation has a graph of its training step and ``plan`` does not need PyTorch. processes:
-    number of devices that work at once, by default one per core, on an accelerator one. state_dir: folder of the
-    devices' state; a second call with it continues. in_memory: keep state in memory and discard it. adapt: let devices
-    without a personal model fetch the finished one; without this, the records lack the costs of last uploads.
-    on_step: called after each step. interrupted: called before each step and at least every ``LOOK_SECONDS``; True acts
-    as Ctrl-C.
+    number of devices that work at once, by default one per core, on an accelerator one. state_dir, in_memory, adapt: as
+    in ``simulate``. interrupted: called before each step and at least every ``LOOK_SECONDS``; True acts as Ctrl-C.
 
     Raises SdkError, and KeyboardInterrupt after every device has finished its step.
     """
@@ -196,7 +192,6 @@ def _root(state_dir: Path | None, in_memory: bool, server: str, federation: str)
 
 
 def _reference(root: Path, transport: Transport, federation: str, manifest: Manifest) -> Reference | None:
-    """Return the model from which personal ones are stored as differences: the first global one of the fleet."""
     path = root / "reference.safetensors"
     if not path.exists():
         try:

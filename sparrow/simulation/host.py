@@ -1,8 +1,7 @@
 """Hosting of simulated devices in a process or thread: open a device's session, run one step, close it.
 
-A device's state is in its folder between steps, so that any host can run its next step; only its task stays in memory,
-mostly indices of samples. A host has one model for all devices. Hosts in threads share the connection, the tasks, the
-information on the federation and ONNX Runtime's sessions.
+A device's state is in its folder between steps, so that any host can run its next step. A host has one model for all
+devices. Hosts in threads share connection, tasks and ONNX Runtime's sessions.
 """
 
 from __future__ import annotations

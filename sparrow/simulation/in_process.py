@@ -1,7 +1,6 @@
 """Calls of an ASGI application without a socket: the coordinator in the devices' process.
 
-The application's event loop runs in a thread, to which synchronous calls are passed. It differs from HTTP in two
-points: answers arrive complete, and the application's exceptions reach the caller.
+Unlike over HTTP, answers arrive complete, and the application's exceptions reach the caller.
 """
 
 from __future__ import annotations

@@ -92,9 +92,8 @@ def read_ended(records: Sequence[RoundRecord]) -> Ended | None:
 class Result:
     """The results of one run of a fleet.
 
-    hosted: number of devices. failed: number of failed work items. seconds_to_first: until the first device has
-    trained. ended: results over all devices of the federation, None before its end. rounds: its records. devices: the
-    devices' reports of the last evaluation.
+    failed: number of failed work items. seconds_to_first: until the first device has trained. ended: None before the
+    federation's end. devices: the reports of the last evaluation.
     """
 
     hosted: int

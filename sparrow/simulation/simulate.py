@@ -2,7 +2,7 @@
 
     simulate("http://127.0.0.1:8000", "digits", devices=1000, budgets=(0.2, 1.0), rounds=20)
 
-They run on this machine (``fleet``), in one process with the coordinator, or on a Ray cluster (``cluster``).
+They run on this machine or on a Ray cluster.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """HTTP clients: their library, proxy and certificates.
 
-All other modules import ``httpx`` from here: ``httpx2``, its successor, if it is installed. ``connect`` makes
-every client of a server. It reads the environment itself, because the libraries raise errors of
-many types for values that they cannot use.
+All other modules import ``httpx`` from here: ``httpx2``, its successor, if it is installed. ``connect`` makes every
+client of a server. It reads the environment itself, because the libraries raise errors of many types.
 """
 
 from .clients import Client as Client

@@ -26,10 +26,7 @@ class Client(httpx.Client):
 
 
 def connect(server: str, trust: tls.Tls | None = None, *, timeout: httpx.Timeout | float = TIMEOUT) -> Client:
-    """Return a client for the server at this address. Raises BadArgument, BadCertificate.
-
-    A path in the address is kept, for proxies that serve a coordinator below one.
-    """
+    """Return a client for the server at this address. Raises BadArgument, BadCertificate."""
     url = address(server)
     through = proxy_for(url)
     if trust is not None and trust != tls.Tls():

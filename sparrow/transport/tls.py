@@ -1,7 +1,6 @@
 """TLS towards a coordinator: trusted authorities, client certificates, and remedies for failed handshakes.
 
-``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` name the trusted authorities if ``--ca`` does not. Python writes TLS keys to the
-file in ``SSLKEYLOGFILE``.
+``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` name the trusted authorities if ``--ca`` does not.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Column = tuple[str, Callable[[Sequence[Recorded]], str]]
 
 
 def three_digits(value: float | None, unit: float = 1.0) -> str:
-    """Format with three significant digits, or as an integer from 1,000: 12,345, 123, 1.23, 0.00123."""
+    """Format with three significant digits, or as an integer from 1,000."""
     if value is None:
         return ABSENT
     scaled = value / unit

@@ -45,7 +45,6 @@ def _engines(recorded: Sequence[Recorded]) -> str:
 
 
 def _computed_by(recorded: Sequence[Recorded]) -> str:
-    """Describe the commits, packages and processors, with the numbers of trials if there are several."""
     counted = Counter(_described(each.result.provenance) for each in recorded)
     if len(counted) < 2:
         return "".join(counted)
@@ -185,7 +184,6 @@ def warning_lines(experiment: Experiment, recorded: Sequence[Recorded]) -> list[
 
 
 def _departures(ran: Trial, expected: Trial, tuned: set[str]) -> dict[str, tuple[Any, Any]]:
-    """Return the differences of a trial from the experiment's file: name -> (as run, as in the file)."""
     elsewhere = {"experiment", "label", "axes", "seed", "settings", "test_sets"}
     parts = [each.model_dump(exclude=elsewhere) for each in (ran, expected)]
     now, then = ({**flat(part), **flat(each.settings)} for part, each in zip(parts, (ran, expected), strict=True))

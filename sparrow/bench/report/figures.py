@@ -31,7 +31,7 @@ class Group:
 
 
 def groups(experiment: Experiment, recorded: Sequence[Recorded]) -> list[Group]:
-    """Return the recorded trials that belong to the experiment, by point of the axes, each label in its order."""
+    """Return the recorded trials of the experiment, by point of the axes."""
     known = {each.trial.name: each for each in recorded}
     found: dict[str, dict[str, list[Recorded]]] = {}
     for expected in trials(experiment, "", {}):
@@ -42,7 +42,7 @@ def groups(experiment: Experiment, recorded: Sequence[Recorded]) -> list[Group]:
 
 
 def stops_early(trial: Trial) -> bool:
-    """Return True if the trial's devices stop early; a missing setting has its published default."""
+    """Return True if the trial's devices stop early."""
     rule = trial.settings.get("early_stopping", FederationSettings().early_stopping)
     return rule != "off" or trial.settings.get("joules_per_device") is not None
 
@@ -106,7 +106,7 @@ def finetune_flops(trial: Recorded) -> int | None:
 
 
 def counting(experiment: Experiment) -> Callable[[Accuracy], float]:
-    """Return the mean over devices for curves: weighted by test samples for the published test set, else unweighted."""
+    """Return the mean over devices for curves."""
     # On the published set, a global model's weighted mean is its accuracy on the whole set.
     return (lambda each: each.weighted) if experiment.tests_on_published else (lambda each: each.mean)
 

@@ -18,7 +18,7 @@ LEAST_SHARE = 0.01
 
 
 def acts_of(method: str) -> tuple[str, ...]:
-    """Return the names of counts that show that a method's mechanism was active; empty if it is not installed."""
+    """Return the names of counts that show that a method's mechanism was active."""
     found = _installed(method)
     return found.acts if found else ()
 

@@ -1,7 +1,4 @@
-"""The Markdown page of an experiment: tables and pictures.
-
-Callers may add more of both, as ``python -m benchmarks report`` does for the papers' figures.
-"""
+"""The Markdown page of an experiment: tables and pictures."""
 
 from __future__ import annotations
 
@@ -197,10 +194,7 @@ def report_text(
     tuning: Mapping[str, Any] | None = None,
     more: More = no_more,
 ) -> str:
-    """Return the page in Markdown. pictures: (caption, file). tuning: the record that ``tune`` writes.
-
-    Raises SystemExit if nothing is recorded.
-    """
+    """Return the page in Markdown. pictures: (caption, file). Raises SystemExit if nothing is recorded."""
     found = groups(experiment, recorded)
     mine = [trial for group in found for done in group.trials.values() for trial in done]
     if not mine:

@@ -76,8 +76,6 @@ def _by_cost(
 def _curve_of(
     cost: Callable[[Point], float], figure: Callable[[Accuracy], float], *, best: bool
 ) -> Callable[[Group, str], plots.Curve | None]:
-    """Return a function that gives a label's curve over a cost, or None if a trial lacks that cost."""
-
     def draw_curve(group: Group, label: str) -> plots.Curve | None:
         done = group.trials[label]
         known = all(trial.points and cost(end_of(trial)) for trial in done)
@@ -107,7 +105,7 @@ def curve(
     """Return the means over trials of ``x`` and accuracy, in per cent, after each evaluated round.
 
     best: use each trial's best accuracy so far. A trial that has ended keeps its last values. The curve begins when all
-    trials have been evaluated; None if one never was.
+    trials have been evaluated.
     """
     known = [[(point, 100 * figure(point.accuracy)) for point in trial.points if point.accuracy] for trial in done]
     if not known or not all(known):

@@ -1,9 +1,8 @@
 """The built-in tasks: their manifests and ONNX graphs, as data.
 
 ``<task>.safetensors`` beside this file is a checkpoint (``protocol.checkpoint``) with the manifest as note and the
-graphs as uint8 vectors, written by ``python -m edge_sdk.publishing.write_builtin``. Initial weights follow from the
-manifest's recipes, so a coordinator needs no torch. The file of ``mnist:leaf`` is ``mnist-leaf``, since some file
-systems do not allow colons.
+graphs as uint8 vectors, written by ``python -m edge_sdk.publishing.write_builtin``. The file of ``mnist:leaf`` is
+``mnist-leaf``, since some file systems do not allow colons.
 """
 
 from __future__ import annotations

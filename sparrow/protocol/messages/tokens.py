@@ -84,7 +84,7 @@ class Invite(Request):
 
 
 class Invitation(Answer):
-    """Join commands and links for a device. Anyone who has them can enrol devices within the token's limits."""
+    """Join commands and links for a device. Anyone who has them can enrol devices."""
 
     token: MadeToken | None = Field(description="The new enrolment token; null if devices need none")
     join_link: JoinLink | None = Field(description="The link for browsers; null if pages cannot take part")

@@ -1,8 +1,7 @@
 """Secure aggregation: the coordinator sees the sum of updates, but no single update.
 
-SecAgg+ (Bell, Bonawitz, Gascon, Lepoint, Raykova, "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead",
-CCS 2020), after Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, with
-one change for masks: devices with the same mask form a *cell*, and each pair of a cell shares a pad. The modules:
+SecAgg+ (Bell, Bonawitz, Gascon, Lepoint, Raykova, CCS 2020), after Bonawitz et al., CCS 2017, with one change for
+masks: devices with the same mask form a *cell*, and each pair of a cell shares a pad. The modules:
 
     numbers       updates as integers modulo 2^b
     pads          keys, signatures, pads, and sealed shares

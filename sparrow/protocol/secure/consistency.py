@@ -1,10 +1,10 @@
 """The digest of everything that determines an update of a secure round, except the data.
 
 A coordinator could read one update from a sum if it gave devices different models, steps or settings, so that the
-updates of the others are zero (Pasquini, Francati, Ateniese, "Eluding Secure Aggregation in Federated Learning via
-Model Inconsistency", CCS 2022). Therefore a round's context ends with this digest. Devices sign their keys for that
-context before they receive the model, derive all pads from it, and compare it with the received data. Devices with
-different digests cannot verify each other's signatures, and their pads do not cancel.
+updates of the others are zero (Pasquini, Francati, Ateniese, CCS 2022). Therefore a round's context ends with this
+digest. Devices sign their keys for that context before they receive the model, derive all pads from it, and compare it
+with the received data. Devices with different digests cannot verify each other's signatures, and their pads do not
+cancel.
 
 This does not prevent a malicious step that is the same on all devices.
 """

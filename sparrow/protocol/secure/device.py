@@ -123,7 +123,8 @@ def commitment(seed: bytes, context: str) -> str:
 
 def share(kept: RoundSecrets, name: str, work: SecureWork, known: Mapping[str, str]) -> tuple[RoundSecrets, Shares]:
     """Return shares of the secrets, sealed for each neighbour. known: identity keys from earlier rounds. Raises
-    BadSecret for invalid peers, or numbers that protect no device."""
+    BadSecret.
+    """
     if kept.shared is not None and kept.work is not None and _as_told(kept.work) == _as_told(work):
         return kept, kept.shared
     if kept.shared is not None:

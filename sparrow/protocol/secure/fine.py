@@ -57,8 +57,7 @@ def hide_extras(
     weight: float,
     chance: np.random.Generator,
 ) -> tuple[Words, int]:
-    """Return the words of running statistics, ``moved`` from ``base``, and of metrics, and the number of clipped
-    ones."""
+    """Return the words of running statistics and metrics, and the number of clipped ones."""
     values = list(moved)
     ranges = list(_ranges(base))
     if metrics is not None:

@@ -2,7 +2,7 @@
 
 A device draws two seeds in each round: one for its two X25519 key pairs (for pads and for shares), one for its
 self-mask. Keys are derived by HKDF-SHA256 with a label of their use and round, pads are ChaCha20's stream, and shares
-are sealed by AES-256-GCM. All primitives are from the library ``cryptography``.
+are sealed by AES-256-GCM.
 """
 
 from __future__ import annotations
