@@ -314,7 +314,6 @@ def _as_vector(signed: Publication) -> Tensors:
 
 
 def _first_digests(manifest: Manifest, settings: FederationSettings, weights: Tensors) -> Digests:
-    """Return digests of the initial weights, unless the coordinator draws them."""
     if load_method(settings.method).compose is not None:
         return {}
     return digests_of(initial_values(manifest, settings.seed, weights))
@@ -360,7 +359,6 @@ def _next_terms(
 
 
 def _targets(task: Task, outputs: tuple[int, ...]) -> Targets | None:
-    """Return the manifest's description of the targets, or None. Raises BadArgument."""
     from .publishing.targets import ignored_label
 
     # Scores per pixel or character are classes, too, although a sample has no single label.

@@ -282,7 +282,6 @@ class Acceptance:
     def _keep(
         self, federation: Federation, assignment: Assignment, sent: Sent, digest: str, decoded: bundle.Bundle | None
     ) -> str:
-        """Write an update to the disk, and cache it for this process's sums; return its key."""
         key = update_key(federation.id, assignment.id, digest)
         self._store.blobs.write(key, sent.body, sent.file)
         if decoded is not None and decoded.masked is None and self._store.shared is None:

@@ -196,7 +196,7 @@ class Update:
 class Intake:
     """Clip, check and fold the updates of one round, in the cohort's order.
 
-    sent: the values that devices received. usual_length: norm of updates of earlier rounds, if any (``lengths``).
+    usual_length: norm of updates of earlier rounds, if any (``lengths``).
     """
 
     def __init__(

@@ -238,7 +238,6 @@ class Opening:
 def _free(
     db: Session, federation: Federation, number: int, there: Sequence[Drawable]
 ) -> tuple[int, dict[str, Drawable]]:
-    """Return the number of assigned devices, and the free devices by name."""
     asked = {member.device_id for member in cohort_of(db, federation, number)}
     busy = asked.union(working(db, federation))
     return len(asked), {device.name: device for device in there if device.id not in busy}

@@ -392,7 +392,6 @@ class SecureRounds:
         return values, metrics
 
     def _total(self, federation: Federation, members: Sequence[_Member]) -> tuple[Words, Mask | None]:
-        """Return the sum modulo 2^b of masked updates, values then extras, and their mask."""
         total: Words | None = None
         mask: Mask | None = None
         manifest = self._models.manifest(federation)
@@ -436,7 +435,6 @@ def _alike(cells: Sequence[CellState], done: Sequence[_Member]) -> list[_Member]
 
 
 def _count(db: Session, federation_id: int, number: int, kind: str) -> dict[str, tuple[int, float]]:
-    """Return, by status, the number of a phase's assignments and their earliest deadline."""
     rows = db.execute(
         select(Assignment.status, func.count(), func.min(Assignment.deadline_at))
         .where(Assignment.federation_id == federation_id, Assignment.round == number, Assignment.kind == kind)

@@ -4,8 +4,7 @@ Temporary errors (no connection, time-out, 408, 429, 5xx) are retried after Retr
 doubles, so that a fleet's calls are spread. Other refusals are raised by their problem type (``PROBLEMS``). Failed TLS
 handshakes are not retried.
 
-Answers are untrusted: they must be unencoded, bounded in size and faster than ``SLOWEST``; other answers count as
-missing.
+Answers are untrusted: they must be unencoded, bounded in size and faster than ``SLOWEST``.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ class DeviceProgress:
     """One event of a device's work.
 
     phase: ``opening`` chooses a budget and enrols; ``paused`` by the policy; ``stopped`` after early stopping, waiting
-    for evaluations; others as named. round: the current or last one; 0 before the first. rounds: number of rounds of
-    the federation. step, steps: done and total steps of training in this round. loss: the loss of the last batch.
-    accuracy: the personal model's on validation data; None if not evaluated. bytes_down, bytes_up: total of all calls
-    so far. seconds: since ``join`` was called. text: a message for the user, if any.
+    for evaluations; others as named. round: the current or last one; 0 before the first. step, steps: done and total
+    steps of training in this round. loss: the loss of the last batch. accuracy: the personal model's on validation
+    data; None if not evaluated. bytes_down, bytes_up: total of all calls so far. seconds: since ``join`` was called.
+    text: a message for the user, if any.
     """
 
     phase: DevicePhase

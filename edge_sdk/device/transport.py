@@ -210,8 +210,8 @@ class Transport(Connection):
     ) -> tuple[messages.Assignment | None, float]:
         """Wait up to ``wait_seconds`` for work. Return the assignment, or None and the requested pause in seconds.
 
-        cost: time and energy of the last upload. mask, model: digests of the mask that this device holds and of the
-        global model that it can rebuild. Raises FederationOver.
+        mask, model: digests of the mask that this device holds and of the global model that it can rebuild. Raises
+        FederationOver.
         """
 
         def read(answer: httpx.Response) -> tuple[messages.Assignment | None, float]:
@@ -299,8 +299,7 @@ class Transport(Connection):
     ) -> messages.Assignment | None:
         """Send an update; repeating it is harmless. Raises RoundOver if it is too late.
 
-        goes_on: return the next assignment if there is one already. mask, model: digests, as for ``assignment``. cost:
-        time and energy of the previous upload.
+        goes_on: return the next assignment if there is one already. mask, model: digests, as for ``assignment``.
         """
         headers = {"Content-Type": media_type, **_costing(cost)}
 

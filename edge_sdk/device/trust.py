@@ -106,7 +106,6 @@ class Trust:
     def _publication(
         self, info: FederationInfo, manifest: Manifest, fetch: Callable[[], Published], before: Accepted | None
     ) -> Publication | None:
-        """Return the checked publication; None if it needs none."""
         known = None if before is None else before.publication
         wanted = self._demands.publisher
         if info.publisher is None:

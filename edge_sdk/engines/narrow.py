@@ -46,7 +46,6 @@ class Narrow:
 
 
 def _within(outer: NeuronMask, mask: NeuronMask) -> NeuronMask:
-    """Return the mask of a whole network for a ``mask`` of its narrow network of the neurons ``outer``."""
     return NeuronMask({group: outer.active[group][active] for group, active in mask.active.items()})
 
 
@@ -70,7 +69,6 @@ def _sessions(network: Network, mask: NeuronMask) -> tuple[Sessions, Mapping[str
 
 
 def _index(network: Network, mask: NeuronMask, labels: Mapping[str, Label]) -> dict[str, Index]:
-    """Return the index inputs of a narrow graph that select the active neurons."""
     sizes = {**network.manifest.group_sizes, ALWAYS: 1}
     neurons = NeuronMask({**mask.active, ALWAYS: np.arange(1)})
     index: dict[str, Index] = {}

@@ -36,10 +36,7 @@ VALUES = Failure("training-diverged/values")
 
 
 class TrainingDiverged(SdkError):
-    """A loss or a weight is not finite; the round has failed.
-
-    met: the value and the step. advice: what to do; the default lists the usual causes.
-    """
+    """A loss or a weight is not finite; the round has failed."""
 
     failure = Failure("training-diverged")
 

@@ -138,9 +138,8 @@ class Update:
 class Trained:
     """Outcome of local training.
 
-    update: None for ``personalise``. flops: FLOPs of the training, as in ``protocol.flops``. validation,
-    personal_validation: results on validation data of the trained model and of the personal model that is kept; None if
-    not measured. stopped: early stopping ends this device's training. counts: counts for the round's record.
+    update: None for ``personalise``. validation, personal_validation: results on validation data of the trained model
+    and of the personal model that is kept; None if not measured. stopped: early stopping ends this device's training.
     """
 
     state: DeviceState
@@ -239,8 +238,8 @@ class DeviceMethod:
     Functions raise BundleError for a payload that does not fit, CannotNarrow for a model that does not run with fewer
     neurons, TrainingDiverged if training failed.
 
-    evaluate: uses held-out data. adapt: makes a personal model from the finished global one. personalise: trains the
-    part that stays on the device. prepare: makes the federation's first model.
+    adapt: makes a personal model from the finished global one. personalise: trains the part that stays on the device.
+    prepare: makes the federation's first model.
 
     check: raises ManifestError if rounds would fail with a model, tried on an example [N, ...] at publication.
     check_data: raises BadArgument if rounds would fail with a device's data. compose: builds manifest and graphs of the

@@ -199,7 +199,6 @@ def _filled(job: Job, m_g: ElementMask) -> ElementMask:
 
 
 def _sizes(dual: Dual) -> dict[str, int]:
-    """Return the counts that show the private share of the personal model."""
     return {"private": dual.private.count, "personal": dual.mask.count}
 
 

@@ -58,7 +58,6 @@ def train(job: Job) -> Trained:
 
 
 def _frozen(job: Job, update: Update) -> dict[str, int]:
-    """Return the numbers of frozen neurons and values; {} if all were trained."""
     if not isinstance(update.mask, NeuronMask):
         return {}
     sizes = job.manifest.group_sizes
@@ -91,7 +90,6 @@ def effort(rehearsal: Rehearsal, budget: float) -> Effort:
 
 
 def _assigned(job: Job) -> tuple[NeuronDraw | None, NeuronMask | None]:
-    """Return the assignment's draw and mask; None and None if the whole model is trained."""
     if job.assignment.work is None:
         return None, None
     draw = NeuronDraw(**job.assignment.work.model_dump())

@@ -112,7 +112,6 @@ class Flow:
 
 
 def _constant(result: Any) -> Any:
-    """Return a constant's Value, a tuple of Values, or None if it is not a tensor."""
     if isinstance(result, torch.Tensor):
         return constant(result.shape)
     return tuple(map(_constant, result)) if isinstance(result, (tuple, list)) else None

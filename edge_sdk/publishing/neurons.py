@@ -227,7 +227,7 @@ class Neurons:
         return Fraction(found, self.length(runs)) if runs else Fraction(0)
 
     def segments(self, axis: Axis, names: Sequence[str]) -> tuple[Segment, ...]:
-        """Return the axis as the manifest's segments. names: the name of each set, by its number."""
+        """Return the axis as the manifest's segments."""
         return tuple(Segment(group=names[run.set], repeat=run.repeat) for run in self.resolve(axis))
 
     def groups(self, axes: Iterable[Axes]) -> tuple[tuple[NeuronGroup, ...], list[str]]:

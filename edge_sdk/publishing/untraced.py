@@ -95,10 +95,7 @@ _LOOKS = {"__get__", "__len__", "size", "dim", "numel"}
 
 
 class _Watch(TorchFunctionMode):
-    """Mode that records the layers that run.
-
-    names: id of a tensor -> its name. samples: number of samples in the example.
-    """
+    """Mode that records the layers that run."""
 
     def __init__(self, model: nn.Module, names: Mapping[int, str], samples: int) -> None:
         super().__init__()

@@ -368,10 +368,7 @@ def _first(folder: Path, names: Iterable[str]) -> Path | None:
 
 
 def _join(parts: Sequence[_Part], wanted: SampleFormat, training: int = 1, inputs: Array | None = None) -> Dataset:
-    """Concatenate parts; the first ``training`` samples, or the samples outside ``test``, are training data.
-
-    inputs: the inputs of all parts, if they are already one array.
-    """
+    """Concatenate parts; the first ``training`` samples, or the samples outside ``test``, are training data."""
     source = parts[0].source
     for part in parts:
         if len(part.inputs) != len(part.labels):

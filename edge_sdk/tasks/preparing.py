@@ -253,10 +253,7 @@ def prepare_sounds(
 
 
 def prepare_pictures(size: tuple[int, int], shape: tuple[int, ...], free: tuple[int, ...]) -> BuiltPreparation:
-    """Return the preparation of pictures [N, H, W, 3] of bytes: resized to ``size``, channels first, in [0, 1].
-
-    shape, free: those of the raw pictures, as in ``Preparation``.
-    """
+    """Return the preparation of pictures [N, H, W, 3] of bytes: resized to ``size``, channels first, in [0, 1]."""
     graph = _new_graph()
     value = "input"
     steps = []

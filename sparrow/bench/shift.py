@@ -199,7 +199,6 @@ def _judge(job: Job, method: str) -> Evaluated:
 
 
 def _payload(manifest: Manifest, model: Tensors, held: Mask | None, info: FederationInfo) -> bytes:
-    """Return the global model's payload of an evaluation. held: the last mask that the device received."""
     mask = held if isinstance(held, ElementMask) and _covers(held, model) else None  # else it is sent whole
     precision = info.settings.precision_of("down", Kind.evaluate)
     return bundle.encode(manifest, pack(manifest, model, mask), mask, precision=precision)

@@ -150,7 +150,7 @@ class Block:
 
     view: the tensor's ``neuron_view``; rows and columns index its first two axes, None meaning all. shape: shape of the
     block within that view. Values between the same two neurons are adjacent, a *run*. All methods move chunks of runs
-    with one flat index, which is several times faster than indexing rows and columns together.
+    with one flat index, for speed.
     """
 
     view: tuple[int, ...]

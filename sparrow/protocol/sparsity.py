@@ -310,8 +310,7 @@ def grow(
 
     gradient: gradient of all weights of the layer, computed before pruning. A ``share``, lambda, of missing weights
     goes to those whose descent agrees with their direction, largest gradients first; the rest to the largest gradients.
-    candidates: allowed positions, by default all; if too few are free, other free positions follow, then
-    ``pruned.guided``.
+    candidates: allowed positions; if too few are free, other free positions follow, then ``pruned.guided``.
     """
     sizes = _magnitudes(gradient)
     missing = max(0, count - int(np.count_nonzero(pruned.exists)))

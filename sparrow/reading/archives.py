@@ -159,7 +159,6 @@ def _read(file: _File, options: ReadOptions, wanted: Wanted) -> Raw:
 
 
 def _converted(called: str, stored: Array, preparation: Preparation | None) -> Array:
-    """Return the samples in a raw type, or in the federation's, in native byte order."""
     kind = stored.dtype.kind
     if kind not in "fiub":
         raise DataError(f"{called} is of {stored.dtype}; store numbers, such as float32, or uint8 for images")

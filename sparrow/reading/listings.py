@@ -114,7 +114,6 @@ def _medium_of(source: str, files: Sequence[str], *, parts: bool) -> Medium:
 
 
 def _paths_of(table: Table, place: int, files: Sequence[str], lines: NDArray[np.int64], *, parts: bool) -> list[Path]:
-    """Return the paths of the listed files. Raises DataError."""
     where = f"column {table.names[place]}"
     paths = [table.path.parent / name.replace("\\", "/") for name in files]
     # Once per file, which may have many parts.

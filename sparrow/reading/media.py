@@ -113,7 +113,6 @@ def read_listing(listing: Listing, options: ReadOptions, preparation: Preparatio
 
 
 def _reader(listing: Listing, options: ReadOptions, preparation: Preparation | None) -> Reader:
-    """Return the reader of the files. Raises DataError if the federation has samples of another kind."""
     reader: Reader = "images"
     if listing.medium == "sound":
         reader = "recordings" if is_recordings(options, preparation) else "audio"

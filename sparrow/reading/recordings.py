@@ -165,7 +165,6 @@ class _Clock:
 
 
 def _by_name(preparation: Preparation | None) -> Preparation | None:
-    """Return the federation's channels as columns of a table, which are matched by name; None without names."""
     if preparation is None or not preparation.channels:
         return None
     columns = tuple(Column(name=name) for name in preparation.channels)

@@ -48,11 +48,10 @@ class SimulationOptions:
     """Options of a simulation.
 
     new: number of additional devices that only adapt the finished model. boards: boards whose seconds and joules the
-    devices report (``load_boards``), assigned in equal parts, in order. engine: auto, torch or onnx, as for
-    ``fleet.run_fleet``. accelerator, bfloat16, local_noise, local_clip, patience_seconds, trust: as in ``JoinOptions``.
-    processes: number of devices that work at once, by default one per core. ray, workers: address of a Ray cluster, and
-    its number of workers. in_memory: keep state in memory and discard it at the end. adapt: let devices without a
-    personal model fetch the finished one.
+    devices report, assigned in equal parts, in order. engine: auto, torch or onnx. accelerator, bfloat16, local_noise,
+    local_clip, patience_seconds, trust: as in ``JoinOptions``. processes: number of devices that work at once, by
+    default one per core. ray, workers: address of a Ray cluster, and its number of workers. in_memory: keep state in
+    memory and discard it at the end. adapt: let devices without a personal model fetch the finished one.
     """
 
     new: int = 0

@@ -205,7 +205,6 @@ class Judging(Learning):
         return ending
 
     def _keep_if_better(self, job: Job, tensors: Tensors, share: float) -> None:
-        """Keep a model if it is the best on validation data. share: weight of the global model in it."""
         try:
             found = self._validate(tensors)
         except TrainingDiverged:

@@ -267,7 +267,6 @@ class Session(Working):
         return Step(Outcome.worked, assignment, failed=failed)
 
     def _ask(self, wait_seconds: float) -> tuple[Assignment | None, float]:
-        """Ask for work, and report the cost of the last upload once."""
         cost = self.progress.upload_cost
         found = self.transport.assignment(self._federation, wait_seconds, cost, *self._holding())
         if cost is not None:

@@ -303,7 +303,6 @@ class Working(Sending):
         return nonzero_flops(self.manifest, tensors) if self._options.local_noise is None else 0
 
     def _carried(self, job: Job, update: Update) -> dict[str, int]:
-        """Return the number of an int8 update's values with earlier rounding residuals."""
         owed = self.folder.feedback
         settings = job.assignment.settings
         if settings.precision_of("up", job.assignment.kind) != "int8" or settings.secure:

@@ -7,8 +7,7 @@
 The publisher defines columns, class names and the preparation, whose constants come from its training samples. A
 joining device matches columns and classes by name. Validation arrays without test arrays serve for both.
 
-Image bytes are divided by 255, other numbers standardised. Float labels make a regression, whose loss is the squared
-error in units of the variance of the publisher's targets.
+Float labels make a regression, whose loss is the squared error in units of the variance of the publisher's targets.
 """
 
 from __future__ import annotations

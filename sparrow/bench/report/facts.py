@@ -116,7 +116,7 @@ def _tuning(experiment: Experiment) -> str:
 
 
 def tuning_lines(experiment: Experiment, record: Mapping[str, Any]) -> list[str]:
-    """Return the table of chosen settings. record: record written by ``tune``; may be empty."""
+    """Return the table of chosen settings. record: record written by ``tune``."""
     chosen = record.get("tuned", {})
     scores = record.get("validation_accuracy", {})
     rows = []

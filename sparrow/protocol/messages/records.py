@@ -37,13 +37,13 @@ class PerUpdate(Answer):
 class RoundRecord(Answer):
     """``GET /v1/federations/{name}/rounds``: the record of one round.
 
-    Bytes are bodies of training's payloads and updates as counted by devices; evaluation is separate, including
-    finetune_flops. parts_*: bytes by part of a bundle. Accuracies and losses are unweighted means over devices at the
-    next evaluation; the decile is the floor(N/10)-th worst. counts: sums over device halves. notes: remarks of the
-    coordinator and the server half. Round 0 prepares the model. privacy: cost of the models up to this one. unreadable:
-    devices whose reports cannot be read. left_out: updates not in the model, with reasons. capped: samples that updates
-    count with. clipped: remaining share of their length. joules_per_point_*: training's joules since the last
-    evaluation per percentage point of accuracy gained; None without a gain.
+    Bytes are bodies of training's payloads and updates as counted by devices; evaluation is separate. parts_*: bytes by
+    part of a bundle. Accuracies and losses are unweighted means over devices at the next evaluation; the decile is the
+    floor(N/10)-th worst. counts: sums over device halves. notes: remarks of the coordinator and the server half. Round
+    0 prepares the model. privacy: cost of the models up to this one. unreadable: devices whose reports cannot be read.
+    left_out: updates not in the model, with reasons. capped: samples that updates count with. clipped: remaining share
+    of their length. joules_per_point_*: training's joules since the last evaluation per percentage point of accuracy
+    gained; None without a gain.
     """
 
     round: int
