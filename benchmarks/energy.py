@@ -154,8 +154,8 @@ def page(recorded: Sequence[Recorded], sources: Sequence[str]) -> str:
     parts = [HEAD.format(sources=", ".join(f"`{name}.jsonl`" for name in sources))]
     parts.append("\n## Savings of early stopping\n\n" + _saved(groups))
     parts.append(
-        "\n## A fleet of unequal boards\n\nThe five budgets of FedSPU's paper, each on a board that can afford it, as "
-        "the trial itself added them up, device by device.\n\n" + _mixed(recorded)
+        "\n## A fleet of unequal boards\n\nThe five budgets of FedSPU's paper, each on a board that can afford it. "
+        "The trial recorded the energy as the sum over its devices.\n\n" + _mixed(recorded)
     )
     for title, labels in groups.items():
         task = next(iter(labels.values()))[0].trial

@@ -213,9 +213,9 @@ and server run in memory, in one process, or on its simulation engine.
 {markdown_table(["rounds", "devices, CPU ms", "server, CPU ms", "together, CPU ms", "up, MB"], table)}
 
 With masks a device needs {1e3 * more("device_cpu_seconds", "plain", "secure"):.0f} ms more per round, the server needs
-{times:.2f} times as long per update, and an update has {share:.2f} of the bytes of an update in fp32. Coordinator and
-device together need {1e3 * ours:.0f} ms per device-round for the masks: {ours / memory:.2f} of Flower's cost of masks
-in memory, and {ours / engine:.2f} of its cost on the simulation engine.
+{times:.2f} times as long per update, and an update has {share:.0%} of the bytes of an update in fp32. Coordinator and
+device together need {1e3 * ours:.0f} ms per device-round for the masks: {ours / memory:.0%} of Flower's cost in
+memory, and {ours / engine:.0%} of its cost on the simulation engine.
 """
 
 

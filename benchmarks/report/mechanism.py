@@ -15,7 +15,7 @@ from sparrow.bench.report.cells import (
     three_digits,
 )
 from sparrow.bench.report.figures import Group, end_of, share_counted, stopped_devices, stops_early
-from sparrow.bench.report.idle import HARDLY, IDLE, LEAST_SHARE, acts_of, idle_in, listed, mean_shares
+from sparrow.bench.report.idle import IDLE, LEAST_SHARE, WEAK, acts_of, idle_in, listed, mean_shares
 from sparrow.bench.rows import Recorded
 
 SHARE_COLUMNS: tuple[Column, ...] = (
@@ -32,7 +32,7 @@ def mechanism_sections(found: Sequence[Group]) -> list[str]:
 _NOTE = (
     "Counts of the devices' and the coordinator's halves of the method, as sums over rounds and devices and means over "
     f"seeds. *{IDLE[0].upper()}{IDLE[1:]}*: a count that shows the method's mechanism is zero over all rounds, so the "
-    f"trial did not test the method. *{HARDLY[0].upper()}{HARDLY[1:]}*: the mechanism took less than "
+    f"trial did not test the method. *{WEAK[0].upper()}{WEAK[1:]}*: the mechanism took less than "
     f"{100 * LEAST_SHARE:.0f} % of its possible actions. *Not counted*: the rows are older than these counts. "
     f"{ABSENT}: plain training, or a method without such a count."
 )
@@ -68,7 +68,7 @@ def _state(done: Sequence[Recorded], among: Sequence[Recorded]) -> str:
     if None in states:
         return "not counted"
     shares = mean_shares(done)
-    acted = f"**{HARDLY}**" if any(share < LEAST_SHARE for share in shares.values()) else "acted"
+    acted = f"**{WEAK}**" if any(share < LEAST_SHARE for share in shares.values()) else "acted"
     return f"{acted}: {listed(shares)}" if shares else acted
 
 

@@ -210,12 +210,12 @@ class Cutter:
         return sum(self._counts[group] * repeat for group, repeat in label)
 
     def shape(self, name: str) -> Lengths | None:
-        """Return the lengths of a value of the whole graph."""
+        """Return the shape of a value of the full graph."""
         constant = self._editor.constant(name)
         return self._editor.shape(name) if constant is None else constant.shape
 
     def shape_of_cut(self, shape: Lengths, labels: Labels) -> Lengths:
-        """Return the lengths of a cut value."""
+        """Return the shape of a cut value."""
         return tuple(
             length if label is None else self._kept(label) for length, label in zip(shape, labels, strict=True)
         )

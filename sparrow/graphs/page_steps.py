@@ -16,7 +16,7 @@ def request_of(step: bytes, manifest: Manifest, ratio: float) -> bytes:
 
 
 def answer(request: bytes) -> bytes:
-    """Return the optimised step, with errors for as many neurons as such a mask has."""
+    """Return the optimised step for masks of the requested ratio; its errors have one value for each active neuron."""
     # Imported here, because the coordinator, which makes the request, does not load onnx.
     from .steps import step_of_neurons
 

@@ -24,13 +24,15 @@ from .masks import Mask, block_of
 
 
 def forward_flops(manifest: Manifest, mask: Mask | None = None) -> int:
-    """Return the FLOPs of one sample's forward pass; under ``mask``, of the network of active neurons or elements."""
+    """Return the FLOPs of one sample's forward pass. mask: count only the active neurons or elements."""
     return sum(_layer_flops(manifest, mask))
 
 
 def nonzero_flops(manifest: Manifest, tensors: Tensors) -> int:
-    """Return the FLOPs of one sample's forward pass without zero weights. tensors: name -> array; missing ones count in
-    full."""
+    """Return the FLOPs of one sample's forward pass without zero weights.
+
+    tensors: name -> array; a missing tensor counts as dense.
+    """
     specs = {spec.name: spec for spec in manifest.tensors}
     return sum(
         2 * layer.positions * (int(np.count_nonzero(tensors[name])) if name in tensors else specs[name].size)

@@ -442,12 +442,15 @@ def test_a_mechanism_that_touched_little_of_what_it_may_is_marked(replacing):
         for trial in trials(plan, "tiny", {})
     ]
     page = report_text(plan, done, command=COMMAND)
-    assert cells(page, "FedSPU", "What the mechanism")[0] == "mechanism hardly acted: 0.5 % replaced of dropped"
-    assert "**FedSPU: mechanism hardly acted** (0.5 % replaced of dropped)" in page
+    assert (
+        cells(page, "FedSPU", "What the mechanism")[0]
+        == "mechanism had little effect: 0.5 % of the dropped weights are replaced"
+    )
+    assert "**FedSPU: the mechanism had little effect** (only 0.5 % of the dropped weights are replaced)" in page
     more = [counted(each.trial, {"replaced": 20, "dropped": 1000}, {"union": 7}) for each in done]
     page = report_text(plan, more, command=COMMAND)
-    assert cells(page, "FedSPU", "What the mechanism")[0] == "acted: 2 % replaced of dropped"
-    assert "hardly acted**" not in page
+    assert cells(page, "FedSPU", "What the mechanism")[0] == "acted: 2 % of the dropped weights are replaced"
+    assert "little effect**" not in page
 
 
 def test_rows_without_counts_say_not_counted(replacing, plan, recorded):

@@ -35,9 +35,9 @@ def true(flags: torch.Tensor) -> Flags:
 
 
 class Channels:
-    """The computed channels of a value, or rows of a weight.
+    """The set of channels of a value, or rows of a weight, that are computed, not skipped.
 
-    source: name of the weight with these rows, and channels per row; None for another origin.
+    source: name of the weight with these rows, and channels per row; None if they have another origin.
     """
 
     def __init__(self, flags: Flags, device: torch.device, source: tuple[str, int] | None = None) -> None:

@@ -12,9 +12,9 @@ from ..rows import Recorded
 from .figures import end_of
 
 IDLE = "mechanism idle"
-HARDLY = "mechanism hardly acted"
+WEAK = "mechanism had little effect"
 LEAST_SHARE = 0.01
-"""Smallest fraction of its possible actions for which a mechanism is not reported as hardly active."""
+"""Smallest fraction of its possible actions for which a mechanism is not reported as having little effect."""
 
 
 def acts_of(method: str) -> tuple[str, ...]:
@@ -44,11 +44,14 @@ def idle_in(trial: Recorded, among: Sequence[Recorded]) -> tuple[str, ...] | Non
 
 
 def shares_in(trial: Recorded) -> dict[str, float]:
-    """Return the fractions of possible actions that a trial's mechanism took, by "COUNT of COUNT"."""
+    """Return the fractions of possible actions that a trial's mechanism took.
+
+    The key says of what: "of the personal weights are private".
+    """
     counted = end_of(trial).counted
     method = _installed(trial.trial.method)
     return {
-        f"{name} of {whole}": counted.get(name, 0) / counted[whole]
+        f"of the {whole} weights are {name}": counted.get(name, 0) / counted[whole]
         for name, whole in (method.act_on if method else {}).items()
         if counted.get(whole)
     }
@@ -64,12 +67,12 @@ def mean_shares(done: Sequence[Recorded]) -> dict[str, float]:
 
 
 def listed(shares: Mapping[str, float]) -> str:
-    """Format shares: 0.5 % COUNT of COUNT, and so on."""
+    """Format shares: 0.5 % of the personal weights are private, and so on."""
     return ", ".join(f"{100 * share:.2g} % {name}" for name, share in shares.items())
 
 
 def idle_lines(recorded: Sequence[Recorded]) -> list[str]:
-    """Return the page's warnings about labels whose mechanism was idle or hardly active."""
+    """Return the page's warnings about labels whose mechanism was idle or had little effect."""
     names: dict[str, set[str]] = {}
     trials: dict[str, int] = {}
     for trial in recorded:
@@ -79,14 +82,12 @@ def idle_lines(recorded: Sequence[Recorded]) -> list[str]:
             trials[trial.trial.label] = trials.get(trial.trial.label, 0) + 1
     warnings = [
         f"**{label}: {IDLE} in {trials[label]} {'trial' if trials[label] == 1 else 'trials'}** "
-        f"(no {', '.join(sorted(missing))}): its figures are not of this method."
+        f"(no {', '.join(sorted(missing))}): its results are not those of this method."
         for label, missing in names.items()
     ]
     for label in dict.fromkeys(trial.trial.label for trial in recorded):
         shares = mean_shares([trial for trial in recorded if trial.trial.label == label])
         few = {name: share for name, share in shares.items() if share < LEAST_SHARE}
         if few and label not in names:
-            warnings.append(
-                f"**{label}: {HARDLY}** ({listed(few)}): its figures are weak evidence about the mechanism."
-            )
+            warnings.append(f"**{label}: the {WEAK}** (only {listed(few)}), so these results say little about it.")
     return [line for warning in warnings for line in (warning, "")]
