@@ -1,4 +1,4 @@
-"""Identification of the board from the device tree, the Pi's revision code, or x86's DMI."""
+"""Identify the board from the device tree, the Pi's revision code, or x86's DMI."""
 
 import re
 import struct

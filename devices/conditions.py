@@ -1,4 +1,4 @@
-"""Conditions of a device: temperature, battery, load and network.
+"""Read a device's conditions: temperature, battery, load and network.
 
     reader = ConditionsReader(System.here())
     conditions = reader.read()

@@ -1,4 +1,4 @@
-"""Throttling of a board because of heat, under-voltage or over-current."""
+"""Read whether a board is throttled because of heat, under-voltage or over-current."""
 
 import re
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""Export of personal models to ONNX, without torch."""
+"""Export personal models to ONNX, without torch."""

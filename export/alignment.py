@@ -1,4 +1,4 @@
-"""Padding of channels between convolutions to multiples of eight, the block size of ONNX Runtime's fast kernels.
+"""Pad channels between convolutions to multiples of eight, the block size of ONNX Runtime's fast kernels.
 
 ONNX Runtime stores channels in blocks (NCHWc; eight floats with AVX2). Input channels that do not fill a block require
 a layout conversion. For ``mnist:leaf`` at density 0.3 (9 and 19 channels), padding makes inference a seventh faster and

@@ -1,4 +1,4 @@
-"""Analysis of the channels of an ONNX graph: coupled, constant and needed units.
+"""Analyse the channels of an ONNX graph: coupled, constant and needed units.
 
 A *unit* is one index of one axis of a value or weight, such as row 3 of ``conv1.weight``. Each operator has a rule for
 three properties:

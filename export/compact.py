@@ -1,4 +1,4 @@
-"""Removal of neurons and channels that do not influence a model's output.
+"""Remove neurons and channels that do not influence a model's output.
 
 ``export.channels`` decides which units to remove. The steps are repeated until nothing changes:
 

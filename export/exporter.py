@@ -1,4 +1,4 @@
-"""Export of a personal model to a checked ONNX file, for ``sparrow export`` and ``sparrow join --export``.
+"""Export a personal model to a checked ONNX file, for ``sparrow export`` and ``sparrow join --export``.
 
     source -> dense model -> passes (``build``) -> preparation in front -> parity with the reference -> file
 

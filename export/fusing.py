@@ -1,4 +1,4 @@
-"""Fusion of convolutions with batch norms and ReLUs before quantisation.
+"""Fuse convolutions with batch norms and ReLUs before quantisation.
 
 ONNX Runtime also fuses them, but not across the rounding nodes that quantisation inserts.
 """

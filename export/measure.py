@@ -1,4 +1,4 @@
-"""Measurement of load time, memory and latency of ONNX files.
+"""Measure load time, memory and latency of ONNX files.
 
 Each measurement starts ``python -m sparrow.export.measure``, because an existing process has reusable memory and
 spinning threads.

@@ -1,4 +1,4 @@
-"""Merging of low-rank adapters into their layers (LoRA, Hu et al., arXiv:2106.09685, equation 3).
+"""Merge low-rank adapters into their layers (LoRA, Hu et al., arXiv:2106.09685, equation 3).
 
 h = W x + s B A x becomes one product with W + s B A, for any number of adapters.
 """

@@ -1,4 +1,4 @@
-"""Packing of sparse weights: the nonzero values and one mask bit per element.
+"""Pack sparse weights as nonzero values and one mask bit per element.
 
 A float32 weight of density q takes q + 1/32 of its size (float16: q + 1/16, int8: q + 1/8). Standard operators unpack
 it. They read only constants, so ONNX Runtime folds them on load and inference runs at the plain model's speed.

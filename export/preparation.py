@@ -1,4 +1,4 @@
-"""Preparation graphs: validation of untrusted graphs, completion, composition with a model, execution.
+"""Validate, complete and run preparation graphs, and compose them with a model.
 
 The graph maps a batch of raw samples, ``input``, to the model's inputs, ``output``. If devices standardise by their own
 statistics, the initialisers ``own:mean`` and ``own:deviation`` have no data until ``complete``.

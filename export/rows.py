@@ -1,4 +1,4 @@
-"""Scaling of blocks of weights for every sample: ``edge_sdk.training.per_sample`` in ONNX.
+"""Scale blocks of weights for every sample: ``edge_sdk.training.per_sample`` in ONNX.
 
 If all blocks are whole output rows, scaling row r of W by M'_r scales output r: layers run once on the batch and
 ``Rows`` scales their outputs. Otherwise ``by_sample`` scales the weights sample by sample.

@@ -1,4 +1,4 @@
-"""Running ONNX models and comparing their outputs. ONNX Runtime is imported on first use."""
+"""Run ONNX models and compare their outputs. ONNX Runtime is imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading of the model to export, from a device's state folder or a checkpoint with manifest and skeleton."""
+"""Read the model to export, from a device's state folder or a checkpoint with manifest and skeleton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions in a separate process, with a deadline and a memory limit.
+"""Run a function in a separate process, with a deadline and a memory limit.
 
 ONNX Runtime cannot be interrupted within a node, and its crash ends the process, so untrusted graphs run separately:
 

@@ -1,4 +1,4 @@
-"""Permissions of callers that ``api.middleware.authentication`` has identified.
+"""Check the permissions of callers that ``api.middleware.authentication`` has identified.
 
 If no token of a kind is set, calls of this kind need no token. Calls of administrators and observers must then use a
 host name of this coordinator (``calls.hosts``), which excludes DNS rebinding by web pages. Enrolment has no such

@@ -1,1 +1,1 @@
-"""Handling of calls: bodies, limits, threads, signals, problems."""
+"""Handle calls: bodies, limits, threads, signals, problems."""

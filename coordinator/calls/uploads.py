@@ -4,10 +4,11 @@
     GET /v1/assignments/{id}/update?sha256=D      {"received": N}: continue with bytes N-LAST/TOTAL, or, if N is
                                                   TOTAL, with an empty body and bytes */TOTAL
 
-A range that ends before TOTAL - 1 is answered with 202 and the number of bytes received, for proxies that limit the
-length of a body. A large update without a range cannot resume. Parts are files in a local folder; on the file system of
-the blobs a complete part becomes the update's blob without a copy. Parts are removed at start, an hour after their last
-byte, and when their assignment is settled. In another process of the coordinator an upload restarts.
+If a range ends before TOTAL - 1, the answer is 202 with the number of bytes received; proxies may limit the length of
+a body. A large update without a range cannot resume. Received bytes are files in a local folder. If the folder is on
+the file system of the blobs, a complete file becomes the update's blob without a copy. Files are removed at start, an
+hour after their last byte, and when their assignment is settled. An upload that continues in another process of the
+coordinator restarts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of a federation's settings in combination, with the method and with the model."""
+"""Check a federation's settings in combination, with the method and with the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Creating, listing and revoking operators' tokens, by calls and by ``sparrow token --records``.
+"""Create, list and revoke operators' tokens, for calls and for ``sparrow token --records``.
 
 The record of a token names the admin token that created it. A stolen one can therefore be revoked together with all
 tokens created with it.

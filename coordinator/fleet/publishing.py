@@ -1,4 +1,4 @@
-"""Creation of federations, of a built-in task or a published model, and replacement of their models' graphs."""
+"""Create federations from a built-in task or a published model, and replace their models' graphs."""
 
 from __future__ import annotations
 

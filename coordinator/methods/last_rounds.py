@@ -1,4 +1,4 @@
-"""Averaging of the last rounds' models into the finished one, for methods with FedAvg's mean.
+"""Average the last rounds' models into the finished one, for methods with FedAvg's mean.
 
 Izmailov et al., UAI 2018, arXiv:1803.05407; on the server of a federation: Caldarola et al., ECCV 2022,
 arXiv:2203.11834. With w_r the model of round r, of T rounds, and n ``averaged_rounds``, the finished model is

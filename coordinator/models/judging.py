@@ -1,4 +1,4 @@
-"""Evaluation of the global model on an operator's test data with ONNX Runtime, without torch.
+"""Evaluate the global model on an operator's test data with ONNX Runtime, without torch.
 
 The published graph is not trusted and runs in a separate process (``sparrow.limited``).
 """

@@ -1,4 +1,4 @@
-"""Retention of old global models, to which an operator can roll back."""
+"""Keep old global models, to which an operator can roll back."""
 
 from __future__ import annotations
 

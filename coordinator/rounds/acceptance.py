@@ -1,4 +1,4 @@
-"""Acceptance of updates and receipts: check, store durably, and acknowledge each once.
+"""Accept updates and receipts: check, store durably, and acknowledge each once.
 
 A device with ``MOST_REFUSALS`` refused updates in a row loses its assignment and receives no work for a while, because
 rounds would wait for it. After this pause, a single refusal causes the next one, until accepted work ends the failure

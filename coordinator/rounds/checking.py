@@ -1,4 +1,4 @@
-"""Checks of a decoded update against its assignment: form, mask, parts and values."""
+"""Check a decoded update against its assignment: form, mask, parts and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Removal of unreferenced blobs: updates of closed rounds, and files from killed processes.
+"""Remove unreferenced blobs: updates of closed rounds, and files from killed processes.
 
 An update is needed from its acknowledgement until its round has closed; a global model while it is current, used by an
 open assignment, or kept by ``models.Retention``; a mask while a device holds it.

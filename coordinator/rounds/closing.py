@@ -1,4 +1,4 @@
-"""Closing of rounds: compute the next model from a round's sums, store it, and record it.
+"""Close rounds: compute the next model from a round's sums, store it, and record it.
 
 The new model's files are written first, outside any transaction, because slow storage may need a minute. Then a short
 transaction checks that the round is still open and records the model. If it fails, it is repeated with the same model,

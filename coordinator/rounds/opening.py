@@ -1,4 +1,4 @@
-"""Opening of rounds: start federations, draw devices, assign work, and extend rounds with too few updates."""
+"""Open rounds: start federations, draw devices, assign work, and extend rounds with too few updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening of the records' database, and migration of its tables."""
+"""Open the records' database, and migrate its tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection of network file systems: they may grant a lock twice and acknowledge an fsync early, and SQLite's WAL needs
+"""Detect network file systems: they may grant a lock twice and acknowledge an fsync early, and SQLite's WAL needs
 shared memory.
 """
 

@@ -1,4 +1,4 @@
-"""Prediction of a round's memory, computing time and network traffic at a budget.
+"""Predict a round's memory, computing time and network traffic at a budget.
 
 The predictor rehearses a few training steps on a copy of the federation's model (``engines.rehearsal``,
 ``training.rehearsal``). Memory is extrapolated from few samples; seconds are timed, or on a simulated board computed

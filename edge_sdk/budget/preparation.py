@@ -1,4 +1,4 @@
-"""Preparation of a device before it enrols: thread count, memory format and budget.
+"""Prepare a device before it enrols: choose thread count, memory format and budget.
 
 Thread count and memory format are chosen by timing, which takes at most 5 % of a round's training and about two
 seconds. The choice, and so the last bits of a result, may differ between starts.

@@ -1,4 +1,4 @@
-"""Export of a device's personal model: the smallest ONNX file with the same predictions as its engine.
+"""Export a device's personal model: the smallest ONNX file with the same predictions as its engine.
 
 The passes take about a second per 40 MB of weights. The comparison ends after ``SAMPLES`` samples or ``SECONDS``.
 """

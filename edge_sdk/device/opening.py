@@ -1,4 +1,4 @@
-"""Opening a task: check its data and model against the federation, and create the engine."""
+"""Open a task: check its data and model against the federation, and create the engine."""
 
 from __future__ import annotations
 

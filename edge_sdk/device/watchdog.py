@@ -1,4 +1,4 @@
-"""Enforcement of a device's policy: objections, and pauses between batches.
+"""Enforce a device's policy: object to work, and pause between batches.
 
     watchdog = Watchdog(policy, ConditionsReader(System.here()).read)
     watchdog.look()                  # None, or the reason why the device may not work now

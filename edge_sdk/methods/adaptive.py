@@ -1,4 +1,4 @@
-"""Choice between a personal and a global model, sample by sample (DM-PFL+, KDD 2023, Algorithm 4).
+"""Choose between a personal and a global model, sample by sample (DM-PFL+, KDD 2023, Algorithm 4).
 
 A model's base entropy is its mean entropy on the device's training data. The personal model is chosen if
 

@@ -1,4 +1,4 @@
-"""Conversion of an ``nn.Module`` to the manifest that a method needs."""
+"""Convert an ``nn.Module`` to the manifest that a method needs."""
 
 from __future__ import annotations
 

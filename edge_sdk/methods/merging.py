@@ -1,4 +1,4 @@
-"""Conversion of payloads to the weights that a round starts from."""
+"""Convert payloads to the weights that a round starts from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replacement of weights of a sparse model during training: some of each layer are dropped, as many are added."""
+"""Replace weights of a sparse model during training: drop some of each layer, and add as many."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def record(run: Callable[[int], object], batches: tuple[int, int]) -> list[Draw]
 
 
 def shapes_of(draws: Sequence[Draw], batch: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the inputs with random numbers at a batch size, by name."""
+    """Return the shape of each input of random numbers at this batch size: name -> shape."""
     numbers = Counter[str]()
     for draw in draws:
         numbers[draw.name] += draw.count
@@ -129,7 +129,7 @@ def shapes_of(draws: Sequence[Draw], batch: int) -> dict[str, tuple[int, ...]]:
 
 
 class Given:
-    """Random numbers for ``Chance``, read from inputs. drawn: as in ``shapes_of``."""
+    """Random numbers for ``Chance``, read from inputs. drawn: name -> tensor, shaped as ``shapes_of`` returns."""
 
     def __init__(self, draws: Sequence[Draw], drawn: Mapping[str, Tensor]) -> None:
         self._draws = iter(draws)

@@ -1,4 +1,4 @@
-"""Analysis of a traced model, in one pass: the neurons along the axes of every value."""
+"""Analyse a traced model in one pass: the neurons along the axes of every value."""
 
 from __future__ import annotations
 

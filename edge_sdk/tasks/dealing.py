@@ -1,4 +1,4 @@
-"""Assignment of parts of a shared data set to devices, from the options of ``--data``.
+"""Assign parts of a shared data set to devices, from the options of ``--data``.
 
     PATH,partition=dirichlet,alpha=0.1,index=3,of=100,seed=0
 

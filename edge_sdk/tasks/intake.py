@@ -1,4 +1,4 @@
-"""Checks and conversion of an application's data, for all engines, before a device enrols.
+"""Check and convert an application's data, for all engines, before a device enrols.
 
 ``take_in`` checks all data in memory and the first batch of any other loader. Later batches of a loader are checked
 when training reads them, and raise the same BadArgument.

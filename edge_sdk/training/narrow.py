@@ -1,4 +1,4 @@
-"""Training of a physically smaller network with only the active neurons.
+"""Train a physically smaller network with only the active neurons.
 
 A ``Narrow`` network computes the same as the whole one with zero weights, biases, scales and shifts of the dropped
 neurons. Group and layer norm average over neurons, with zeros for the dropped ones. Grouped convolutions are refused if

@@ -1,4 +1,4 @@
-"""Conversion of result pages to HTML."""
+"""Convert result pages to HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Execution of trials: a coordinator process, a fleet, and the rows of their results.
+"""Run trials: a coordinator process, a fleet, and the rows of their results.
 
 Each trial has a folder with the coordinator's records and the devices' state, from which it resumes after an
 interruption.

@@ -1,4 +1,4 @@
-"""Evaluation of a trial's last models on shifted test sets, without rounds.
+"""Evaluate a trial's last models on shifted test sets, without rounds.
 
 Each device is opened from its state folder with a ``--data`` that only changes its test samples, and the method's
 device half evaluates as in the federation's last evaluation. State folders and the coordinator's records do not change.

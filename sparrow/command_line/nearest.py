@@ -1,4 +1,4 @@
-"""Suggestions for misspelt names."""
+"""Suggest correct spellings of misspelt names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signal handlers for a time."""
+"""Set signal handlers, and restore the previous ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading, checking and rewriting of ONNX graphs for devices, coordinator and exports, with onnx and numpy."""
+"""Read, check and rewrite ONNX graphs for devices, coordinator and exports, with onnx and numpy."""
 
 from __future__ import annotations
 

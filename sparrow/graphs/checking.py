@@ -1,4 +1,4 @@
-"""Check of a training step's graph before a device runs it.
+"""Check a training step's graph before a device runs it.
 
 Graphs come over the network. A graph is refused before ONNX Runtime reads it if it accesses data other than a batch and
 the manifest's tensors, uses an operator of unknown size or effect, or exceeds the limits for a model of this size.

@@ -1,4 +1,4 @@
-"""Prediction of the time of a graph's nodes from their shapes.
+"""Predict the time of a graph's nodes from their shapes.
 
 A node's work is split into matrix products, sequential reading and writing of values, and plain code, in nanoseconds of
 a reference machine (one core of an AMD EPYC, ONNX Runtime 1.31); three factors convert it to another machine

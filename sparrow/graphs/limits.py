@@ -1,4 +1,4 @@
-"""Checks of operators whose cost depends on their inputs, and the workspace memory of operators."""
+"""Check operators whose cost depends on their inputs, and compute the workspace memory of operators."""
 
 from __future__ import annotations
 

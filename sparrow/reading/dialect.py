@@ -1,4 +1,4 @@
-"""Encoding, delimiter and decimal sign of a text table, detected from its first bytes and lines."""
+"""Detect a text table's encoding, delimiter and decimal sign from its first bytes and lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check of each file before training."""
+"""Check each file before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures and sounds of a folder or table to raw samples."""
+"""Read the pictures and sounds of a folder or table as raw samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Picture files to uint8 [height, width, 3], RGB and upright.
+"""Read picture files as uint8 [height, width, 3], RGB and upright.
 
 16-bit pictures are scaled to 8 bits: value / 257, rounded; floats up to 1 are multiplied by 255. Transparency is
 ignored.

@@ -1,4 +1,4 @@
-"""Hosting of simulated devices in a process or thread: open a device's session, run one step, close it.
+"""Host simulated devices in a process or thread: open a device's session, run one step, close it.
 
 A device's state is in its folder between steps, so that any host can run its next step. A host has one model for all
 devices. Hosts in threads share connection, tasks and ONNX Runtime's sessions.

@@ -1,4 +1,4 @@
-"""Calls of an ASGI application without a socket: the coordinator in the devices' process.
+"""Call an ASGI application without a socket: the coordinator runs in the devices' process.
 
 Unlike over HTTP, answers arrive complete, and the application's exceptions reach the caller.
 """

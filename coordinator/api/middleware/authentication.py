@@ -1,4 +1,4 @@
-"""Identification of every caller, and refusal of unknown callers.
+"""Identify every caller, and refuse unknown ones.
 
 If all kinds of tokens are set, a caller without a valid one gets the same 401 for every path, existing or not, except
 pages and their files.

@@ -1,4 +1,4 @@
-"""Refusal of calls that a browser makes for a page of another site."""
+"""Refuse calls that a browser makes for a page of another site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warning about calls from the network that need no token."""
+"""Warn about calls from the network that need no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusal of calls with a NUL in their address or headers, which PostgreSQL cannot store."""
+"""Refuse calls with a NUL in their address or headers, because PostgreSQL cannot store it."""
 
 from __future__ import annotations
 

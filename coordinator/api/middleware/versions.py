@@ -1,4 +1,4 @@
-"""Refusal of callers that use another version of the HTTP contract."""
+"""Refuse callers that use another version of the HTTP contract."""
 
 from __future__ import annotations
 

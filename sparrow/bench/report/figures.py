@@ -31,7 +31,7 @@ class Group:
 
 
 def groups(experiment: Experiment, recorded: Sequence[Recorded]) -> list[Group]:
-    """Return the recorded trials of the experiment, by point of the axes."""
+    """Return the experiment's recorded trials, with one group for each point of the axes."""
     known = {each.trial.name: each for each in recorded}
     found: dict[str, dict[str, list[Recorded]]] = {}
     for expected in trials(experiment, "", {}):

@@ -1,4 +1,4 @@
-"""Detection of trials whose method had no effect: they are marked *mechanism idle*."""
+"""Find trials whose method had no effect: they are marked *mechanism idle*."""
 
 from __future__ import annotations
 
