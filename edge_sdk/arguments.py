@@ -69,7 +69,7 @@ def add_settings(parser: Parser, more: str = "") -> None:
 
 
 def settings_of(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Return fields of ``FederationSettings``. Raises WrongUsage."""
+    """Return fields of ``FederationSettings``. Raises WrongUsage if a setting occurs twice."""
     found: dict[str, str] = {}
     for name, value in pairs:
         if name in found:

@@ -459,7 +459,10 @@ def _watchdog(
 
 
 def run_session(session: Session, tell: ProgressReporter, halt: Stop, export: Callable[[], Export | None]) -> None:
-    """Take steps until the federation is over, with an export after early stopping. Raises Stopped."""
+    """Take steps until the federation is over, with an export after early stopping.
+
+    Raises Stopped if the program asks the device to stop.
+    """
     stopped = session.progress.stopped_round is not None
     wait = STOPPABLE_POLL_SECONDS if halt.possible else LONG_POLL_SECONDS
     while True:

@@ -262,7 +262,7 @@ class Watched:
         report: Callable[[str], object] = lambda trouble: None,
         on_swap: Callable[[Predictor], object] = lambda predictor: None,
     ) -> None:
-        """Load the current file. Raises PredictError."""
+        """Load the current file. Raises PredictError if it is missing or unusable."""
         self._path = Path(path)
         self._seconds = seconds
         self._load = partial(Predictor, path, threads, provider=provider, chunk=chunk)
@@ -370,7 +370,8 @@ def top_classes(scores: Array, count: int) -> NDArray[np.intp]:
 def read_inputs(data: str, predictor: Predictor) -> Array | Sequence[Array]:
     """Return samples for the model from a file or folder; pictures and sounds are decoded one by one.
 
-    data: path and options, as in ``sparrow join --data``. Raises PredictError, DataError.
+    data: path and options, as in ``sparrow join --data``. Raises PredictError if they do not fit the model, DataError
+    if they are unreadable.
     """
     from sparrow.protocol.preparation import Preparation, Targets
     from sparrow.reading import Decoded, read_file, read_options

@@ -24,7 +24,11 @@ from .reading.errors import DataError
 
 
 def read(data: Path, inputs: str, targets: str) -> bytes:
-    """Return the body of an evaluation. inputs, targets: the arrays' names. Raises FileNotFoundError, DataError."""
+    """Return the body of an evaluation.
+
+    inputs, targets: the arrays' names. Raises FileNotFoundError if the file is missing, DataError if it is no npz file
+    or lacks an array.
+    """
     if not data.is_file():
         raise FileNotFoundError(f"there is no file {data}")
     try:

@@ -34,7 +34,7 @@ class Source:
     torch: bool = True
 
     def load(self) -> Command:
-        """Return the command. Raises MissingPart, CannotTrain."""
+        """Return the command. Raises MissingPart if a package is not installed, CannotTrain if none can train."""
         if self.trains:
             trainable.check(module="torch" if self.torch else None)
         try:

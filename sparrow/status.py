@@ -60,7 +60,7 @@ class Status:
 
 
 def look(server: str, transport: Transport, federation: str | None = None) -> Status:
-    """Return the coordinator's state. Raises SdkError."""
+    """Return the coordinator's state. Raises SdkError if a call fails."""
     overview = rounds = devices = None
     if federation is None:
         found = transport.federations()

@@ -53,7 +53,7 @@ class TokenCalls:
         return self._transport.tokens()
 
     def revoke(self, wanted: str, *, made: bool) -> tuple[str, ...]:
-        """Revoke the token or device with this id; return the revoked ids. Raises NotFound."""
+        """Revoke the token or device with this id; return the revoked ids. Raises NotFound if there is no such id."""
         try:
             return self._transport.revoke_token(wanted, made=made)
         except NotFound as unknown:

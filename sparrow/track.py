@@ -35,7 +35,8 @@ def follow(
     every_seconds: float = EVERY_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[RoundRecord]:
-    """Yield complete records of rounds not yet ``written``, in order, until the federation ends. Raises SdkError.
+    """Yield complete records of rounds not yet ``written``, in order, until the federation ends. Raises SdkError if a
+    call fails.
 
     A record is complete if its round has closed, a later round exists or the federation has ended, no device has open
     work of the round, and the record has not changed since the last poll: a device reports the costs of an upload with

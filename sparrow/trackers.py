@@ -46,7 +46,8 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in the federation's own folder below ``folder``. Raises MissingPart, OSError.
+    """Event files in the federation's own folder below ``folder``. Raises MissingPart without TensorBoard, OSError if
+    the folder cannot be written.
 
     Each start writes a new file, since records after a truncated one are not read.
     """
@@ -98,7 +99,10 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run of the experiment ``sparrow``, with the federation's settings. Raises MissingPart, TrackerFailed."""
+    """A run of the experiment ``sparrow``, with the federation's settings.
+
+    Raises MissingPart without MLflow, TrackerFailed if a call fails.
+    """
 
     def __init__(self, uri: str, info: FederationInfo) -> None:
         try:

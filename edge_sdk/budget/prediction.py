@@ -55,7 +55,7 @@ class Memory:
 
 
 def predict_memory(rehearsal: Rehearsal, effort: Effort, held_before: Callable[[], int]) -> Memory:
-    """Predict the memory of a round. Raises Unpredictable."""
+    """Predict the memory of a round. Raises Unpredictable if measured runs differ."""
     training = predict_training(rehearsal, effort)
     evaluation = predict_evaluation(rehearsal)
     # Read after training, because the first training loads libraries that stay loaded.
@@ -63,7 +63,7 @@ def predict_memory(rehearsal: Rehearsal, effort: Effort, held_before: Callable[[
 
 
 def predict_training(rehearsal: Rehearsal, effort: Effort) -> int:
-    """Predict the peak bytes added by training. Raises Unpredictable."""
+    """Predict the peak bytes added by training. Raises Unpredictable if measured runs differ."""
     # Two steps: an optimiser's state exists from the second step on.
     try:
         return rehearsal.peak(lambda few: effort.train(2, few), rehearsal.samples)
@@ -73,7 +73,7 @@ def predict_training(rehearsal: Rehearsal, effort: Effort) -> int:
 
 
 def predict_evaluation(rehearsal: Rehearsal) -> int:
-    """Predict the peak bytes added by an evaluation. Raises Unpredictable."""
+    """Predict the peak bytes added by an evaluation. Raises Unpredictable if measured runs differ."""
     return rehearsal.peak(rehearsal.evaluate, rehearsal.held_out)
 
 
@@ -163,7 +163,10 @@ class Predictor:
         self.whole_flops = rehearsal.flops(rehearsal.samples, None)
 
     def at(self, budget: float) -> Prediction:
-        """Return the prediction for ``budget``. Raises BudgetTooSmall, Unpredictable."""
+        """Return the prediction for ``budget``.
+
+        Raises BudgetTooSmall if the method cannot train at it, Unpredictable if measured runs differ.
+        """
         if budget not in self._known:
             self._known[budget] = self._predict(budget)
         return self._known[budget]

@@ -80,7 +80,7 @@ def message_of(kind: type[Message], answer: httpx.Response) -> Message:
 
 
 def read_all(kind: type[Message], answer: httpx.Response) -> list[Message]:
-    """Return the messages of a list in the answer. Raises NoCoordinator."""
+    """Return the messages of a list in the answer. Raises NoCoordinator if the answer is no such list."""
     try:
         return TypeAdapter(list[kind]).validate_json(answer.content)  # type: ignore[valid-type]
     except ValidationError:
@@ -154,7 +154,7 @@ def _is_json(answer: httpx.Response) -> bool:
 
 
 def continued(answer: httpx.Response, first: int, size: int) -> int:
-    """Return the position of the next part. Raises NoCoordinator."""
+    """Return the position of the next part. Raises NoCoordinator if it is not between ``first`` and ``size``."""
     received = message_of(UpdateReceived, answer).received
     if not first < received < size:
         raise NoCoordinator(answer.status_code, f"it has received {received:,} bytes of {size:,}")

@@ -49,7 +49,7 @@ class Candidates:
 
     @classmethod
     def of(cls, method: DeviceMethod, job: Job) -> Candidates:
-        """Return the candidates of a device. Raises BundleError."""
+        """Return the candidates of a device. Raises BundleError if the payload is incomplete."""
         received = whole_model(job.manifest, job.received)
         own = job.engine.read() if job.state.personal is None else job.state.personal
         shared = {**own, **received}

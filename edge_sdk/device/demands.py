@@ -54,7 +54,7 @@ class Demands:
 
 
 def read_known(path: Path | str) -> dict[str, str]:
-    """Read a file of lines ``NAME KEY``: name -> identity key. Raises BadArgument."""
+    """Read a file of lines ``NAME KEY``: name -> identity key. Raises BadArgument if it is unreadable or malformed."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -34,7 +34,10 @@ def subtract(tensors: Tensors, reference: Tensors) -> Tensors:
 
 
 def add(difference: Tensors, reference: Tensors) -> Tensors:
-    """Restore the tensors from their difference, as new arrays. Raises BundleError."""
+    """Restore the tensors from their difference, as new arrays.
+
+    Raises BundleError if positions and values do not match.
+    """
     tensors = {name: np.array(tensor, order="C") for name, tensor in reference.items()}
     for name, stored in difference.items():
         base, _, part = name.rpartition(":")

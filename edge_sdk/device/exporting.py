@@ -43,7 +43,7 @@ class Export:
 def export_personal(path: Path, source: Source, engine: Engine, task: Task) -> Export:
     """Write the smallest ONNX file that agrees with ``engine`` on validation data.
 
-    If the task's data were prepared, the file takes raw samples. Raises ExportError.
+    If the task's data were prepared, the file takes raw samples. Raises ExportError if no file agrees.
     """
     engine.load({spec.name: source.tensors[spec.name] for spec in source.manifest.kept})
     reference = reference_of(engine, task)

@@ -159,7 +159,10 @@ def count_update(updates: Mapping[float, int], noise: LocalNoise | None, update:
 
 
 def epsilon(updates: Mapping[float, int]) -> float | None:
-    """Return epsilon at ``DELTA`` of all updates; None if one was sent without noise. Raises MissingPart."""
+    """Return epsilon at ``DELTA`` of all updates; None if one was sent without noise.
+
+    Raises MissingPart if the accountant is not installed.
+    """
     if updates.get(0.0):
         return None
     mechanisms = ((multiplier / SENSITIVITY["replacement"], times) for multiplier, times in sorted(updates.items()))

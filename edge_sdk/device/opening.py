@@ -60,7 +60,7 @@ def choose_compute(
 ) -> tuple[EngineChoice, Compute]:
     """Return the engine, if already determined, and the compute.
 
-    Raises CannotTrain, BadArgument.
+    Raises CannotTrain if no engine is installed, BadArgument if options contradict.
     """
     if accelerator == "cuda" or bfloat16:
         if engine == "onnx":
@@ -110,7 +110,7 @@ def open_torch(
 ) -> tuple[Prepared, Engine]:
     """Check model and data; return the prepared task and PyTorch's engine.
 
-    Raises BadArgument, ManifestError, DoesNotFit.
+    Raises BadArgument, ManifestError if they do not fit the federation, DoesNotFit if memory is short.
     """
     # Imported here, because the other engine needs no PyTorch.
     from ..training.checking import check_task, suited_to_model

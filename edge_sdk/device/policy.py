@@ -162,7 +162,10 @@ class Policy(BaseModel):
         return small if kind in ("raspberry-pi", "jetson") else cls()
 
     def changed(self, changes: Mapping[str, object]) -> Policy:
-        """Return this policy with limits replaced by texts or values; ``none`` removes one. Raises BadArgument."""
+        """Return this policy with limits replaced by texts or values; ``none`` removes one.
+
+        Raises BadArgument for an unknown or invalid limit.
+        """
         given = {key: None if value in ("none", "") else value for key, value in changes.items()}
         cleared = {key for key, value in given.items() if value is None}
         kept = {key: value for key, value in self.model_dump().items() if key not in cleared}
@@ -196,7 +199,7 @@ def policy_here(system: System) -> Policy:
 
 
 def read_policy(path: Path) -> Policy:
-    """Read a policy from a TOML file of ``KEY = VALUE`` lines. Raises BadArgument."""
+    """Read a policy from a TOML file of ``KEY = VALUE`` lines. Raises BadArgument if it is unreadable or invalid."""
     try:
         found = tomllib.loads(path.read_text())
     except OSError as error:

@@ -86,9 +86,8 @@ class SecureRound:
         raise ProtocolError(f"a secure round has no phase {assignment.kind.value}; update this SDK")
 
     def mask(self, job: Job, update: Update, metrics: Mapping[str, float | None] | None) -> Hidden:
-        """Return the rounded and masked difference of an update from the received model, and of metrics if any.
-
-        Raises BadSecret.
+        """Return the rounded and masked difference of an update from the received model, and of metrics if any. Raises
+        BadSecret if the coordinator breaks the protocol.
         """
         work = told(job.assignment)
         settings = job.assignment.settings

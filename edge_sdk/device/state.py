@@ -211,7 +211,10 @@ class Progress(BaseModel):
 
 
 class FolderLock:
-    """Lock a folder for this process, creating it if missing; a context manager. Raises StateError."""
+    """Lock a folder for this process, creating it if missing; a context manager.
+
+    Raises StateError if the folder is unusable or locked.
+    """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
         try:
@@ -269,7 +272,7 @@ def state_home() -> Path:
 
 
 class StateFolder:
-    """One device's state folder, locked by one process. Raises StateError.
+    """One device's state folder, locked by one process. Raises StateError if it is unusable, locked or damaged.
 
     durable: flush files, to survive a power cut. reference: fixed model from which the personal one is stored as a
     difference.
@@ -355,7 +358,7 @@ class StateFolder:
         self.save_progress(kept)
 
     def progress(self) -> Progress:
-        """Return the stored progress, for any model. Raises StateError."""
+        """Return the stored progress, for any model. Raises StateError if the file is damaged."""
         return self._progress(self._read(personal.MODEL))
 
     def _progress(self, saved: _Read | None) -> Progress:
@@ -370,7 +373,7 @@ class StateFolder:
         return Progress() if saved is None else saved.progress
 
     def best(self, manifest: Manifest) -> Tensors | None:
-        """Return the best personal model, or None. Raises StateError."""
+        """Return the best personal model, or None. Raises StateError if the file is damaged."""
         saved = self._read(personal.BEST)
         if saved is None:
             return None

@@ -81,7 +81,7 @@ class Transport(Connection):
         return self.ask_all(messages.DeviceInfo, f"/v1/federations/{name}/devices{chosen}")
 
     def device(self, device_id: str) -> messages.DeviceHistory:
-        """Return a device and its history. Raises NotFound."""
+        """Return a device and its history. Raises NotFound if there is no such device."""
         return self.ask(messages.DeviceHistory, "GET", f"/v1/devices/{device_id}")
 
     def models(self, name: str) -> list[messages.ModelInfo]:
@@ -89,7 +89,7 @@ class Transport(Connection):
         return self.ask_all(messages.ModelInfo, f"/v1/federations/{name}/models")
 
     def model_file(self, name: str, path: Literal["model", "model.onnx"]) -> bytes:
-        """Return the newest global model as a file. Raises NoGlobalModel."""
+        """Return the newest global model as a file. Raises NoGlobalModel if there is none."""
         return self.call("GET", f"/v1/federations/{name}/{path}", most=MAX_FILE).content
 
     def evaluation(self, name: str, body: bytes) -> messages.Evaluation:
@@ -119,7 +119,7 @@ class Transport(Connection):
         return self.ask(Published, "GET", f"/v1/federations/{name}/publication", most=LARGEST_PUBLICATION)
 
     def completed(self, settings: FederationSettings) -> FederationSettings:
-        """Return settings with the method's defaults filled in. Raises WrongSettings."""
+        """Return settings with the method's defaults filled in. Raises WrongSettings if they are invalid."""
         try:
             # The coordinator completes only settings that are not given.
             given = _json(settings, exclude_unset=True)
@@ -143,7 +143,10 @@ class Transport(Connection):
             self.traffic.frozen += (self.traffic.down - begin) * (which == "frozen")
 
     def create_federation(self, body: bytes, media_type: str) -> messages.FederationInfo:
-        """Create a federation. Raises WrongSettings, NotInstalled, NameTaken."""
+        """Create a federation.
+
+        Raises WrongSettings if the coordinator refuses it, NotInstalled if it lacks the method, NameTaken.
+        """
         headers = {"Content-Type": media_type}
         try:
             if media_type == checkpoint.MEDIA_TYPE:
@@ -159,7 +162,10 @@ class Transport(Connection):
         return self.send(messages.FederationInfo, REPLACEMENT, f"/v1/federations/{name}/model", body)
 
     def compare_federation(self, name: str, wanted: messages.CompareFederation) -> messages.FederationInfo | None:
-        """Return the federation if it matches ``wanted``; None if it does not exist. Raises DifferentFederation."""
+        """Return the federation if it matches ``wanted``; None if it does not exist.
+
+        Raises DifferentFederation if it differs.
+        """
         try:
             # Only given fields are compared, as in ``CreateFederation.as_given``.
             body = _json(wanted, exclude_unset=True)
@@ -172,7 +178,7 @@ class Transport(Connection):
         return self.ask(messages.FederationInfo, "PATCH", f"/v1/federations/{name}", **_json(change))
 
     def pin_model(self, name: str, version: int) -> None:
-        """Keep a stored global model for two minutes. Raises NotFound."""
+        """Keep a stored global model for two minutes. Raises NotFound if it has been removed."""
         self.call("PUT", f"/v1/federations/{name}/models/{version}/pin")
 
     def delete_federation(self, name: str) -> None:
@@ -192,7 +198,10 @@ class Transport(Connection):
         return self.ask_all(messages.TokenInfo, "/v1/tokens")
 
     def revoke_token(self, token_id: str, *, made: bool) -> tuple[str, ...]:
-        """Revoke a token; with ``made`` also the tokens made with it. Return their ids. Raises NotFound."""
+        """Revoke a token; with ``made`` also the tokens made with it.
+
+        Return their ids. Raises NotFound if there is no such token.
+        """
         path = f"/v1/tokens/{quote(token_id, safe='')}"
         return self.ask(messages.RevokedTokens, "DELETE", path, params={"made": made}).revoked
 
@@ -250,7 +259,7 @@ class Transport(Connection):
         )
 
     def model(self, federation: str, manifest: Manifest) -> Tensors:
-        """Return the global model by name. Raises NoGlobalModel."""
+        """Return the global model by name. Raises NoGlobalModel if there is none."""
         most = checkpoint.MAX_HEADER + sum(spec.size * np.dtype(spec.dtype).itemsize for spec in manifest.whole)
         tensors, _ = checkpoint.load(self.call("GET", f"/v1/federations/{federation}/model", most=most).content)
         return tensors
@@ -319,7 +328,10 @@ class Transport(Connection):
         return self.upload(UPDATE, path, body, headers, read, params=params)
 
     def payload(self, assignment_id: str, payload: messages.Payload) -> bytes:
-        """Return an assignment's bundle, sent with the assignment or downloaded. Raises Damaged."""
+        """Return an assignment's bundle, sent with the assignment or downloaded.
+
+        Raises Damaged if its digest is wrong.
+        """
         brought = self._take_brought()
         if brought is not None and brought.assignment_id == assignment_id and _is(payload, brought.body):
             return brought.body

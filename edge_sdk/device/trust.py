@@ -297,7 +297,10 @@ def read(folder: StateFolder) -> Accepted | None:
 
 
 def accept(folder: StateFolder, publisher: str) -> Accepted:
-    """Accept another publisher's fingerprint from the next start. Raises BadPublication."""
+    """Accept another publisher's fingerprint from the next start.
+
+    Raises BadPublication if it is not a fingerprint, or the folder has no federation.
+    """
     if not is_fingerprint(publisher):
         raise BadPublication(f"{publisher!r} is not a fingerprint; give eight groups of four hexadecimal digits")
     before = read(folder)

@@ -48,7 +48,8 @@ def load_values(
 ) -> Tensors:
     """Return the tensors of a file by name, read-only and memory-mapped; {} if the model has no such file.
 
-    share: use the user's shared folder, and remove unused files there. Raises StateError, Damaged.
+    share: use the user's shared folder, and remove unused files there. Raises StateError if the folder is unusable,
+    Damaged if a file's digest is wrong.
     """
     if share:
         _clean(shared_folder())

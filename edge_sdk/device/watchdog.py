@@ -304,7 +304,7 @@ class WatchedWork:
         self._paused = 0.0
 
     def after_step(self, done: int, total: int) -> None:
-        """Rest or pause after ``done`` steps of ``total``. Raises Paused."""
+        """Rest or pause after ``done`` steps of ``total``. Raises Paused if the work cannot be finished in time."""
         watchdog = self._watchdog
         if done >= total:
             return

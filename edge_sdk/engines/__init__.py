@@ -85,7 +85,10 @@ class Engine(Protocol):
         """Set running statistics to means over the batches; return the number of samples."""
 
     def evaluate(self, batches: Batches, *, metrics: bool = False) -> Evaluation:
-        """Return loss, accuracy and metrics. Raises TrainingDiverged, ValueError."""
+        """Return loss, accuracy and metrics.
+
+        Raises TrainingDiverged if the loss is not finite, ValueError if there is no sample.
+        """
 
     def scores(self, batches: Batches) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return outputs [N, C, ...], float32, in evaluation mode, and targets."""
@@ -105,7 +108,8 @@ class Engine(Protocol):
     def narrow(self, mask: NeuronMask, batches: Batches | None) -> Cut:
         """Return the engine of a network with only the active neurons of ``mask``.
 
-        batches: compare it with the whole network, whose other neurons must have zero weights. Raises CannotNarrow.
+        batches: compare it with the full network, whose other neurons must have zero weights. Raises CannotNarrow if it
+        cannot be built.
         """
 
 

@@ -19,7 +19,10 @@ KEPT = 8
 
 
 class Narrow:
-    """The network of the active neurons of ``network``, whose dropped neurons must be zero. Raises CannotNarrow."""
+    """The network of the active neurons of ``network``, whose dropped neurons must be zero.
+
+    Raises CannotNarrow if it cannot be built.
+    """
 
     def __init__(self, network: Network, mask: NeuronMask) -> None:
         self._whole = network

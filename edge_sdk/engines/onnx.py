@@ -121,7 +121,9 @@ class Sessions:
             return self._others[key]
 
     def flow(self, names: Collection[str]) -> onnxruntime.InferenceSession:
-        """Return the Hessian times a direction for the weights ``names``. Raises NoCurvature."""
+        """Return the Hessian times a direction for the weights ``names``. Raises NoCurvature if an operator has no
+        second derivative.
+        """
         return self._of(("flow", *names), lambda: flow_graph(self.graphs.step, names))
 
     def statistics(self) -> onnxruntime.InferenceSession | None:
@@ -235,7 +237,10 @@ class Network:
         return self._run(self.sessions.likelihoods(), {"input": inputs, "target": targets})["likelihoods"]
 
     def flow(self, given: Mapping[str, Array], direction: Mapping[str, Array]) -> Tensors:
-        """Return the Hessian times ``direction``. given: a batch and its random inputs. Raises NoCurvature."""
+        """Return the Hessian times ``direction``.
+
+        given: a batch and its random inputs. Raises NoCurvature if an operator has no second derivative.
+        """
         along = {ALONG + name: each for name, each in direction.items()}
         found = self._run(self.sessions.flow(tuple(direction)), {**given, **along})
         return {

@@ -97,7 +97,10 @@ class Plausibility:
 def check_gradients(
     network: Network, inputs: Array, targets: Array, chance: np.random.Generator, *, samples: int = SAMPLES
 ) -> Plausibility:
-    """Compare the gradients of a network's step with finite differences of its loss. Raises ImplausibleStep."""
+    """Compare the gradients of a network's step with finite differences of its loss.
+
+    Raises ImplausibleStep if they differ.
+    """
     probe = _Probe(network, inputs[:samples], targets[:samples], chance)
     judged = probe.stand(network.tensors, kinks=True) and probe.judge()
     if not judged:

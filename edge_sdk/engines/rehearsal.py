@@ -74,7 +74,10 @@ class Rehearsal(ABC):
 
     @abstractmethod
     def peak(self, work: Callable[[int], object], samples: int) -> int:
-        """Predict the peak of bytes that ``work(samples)`` adds. Raises Unpredictable."""
+        """Predict the peak of bytes that ``work(samples)`` adds.
+
+        Raises Unpredictable if measured runs differ.
+        """
 
     @property
     @abstractmethod

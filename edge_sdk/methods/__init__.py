@@ -97,11 +97,11 @@ class Job:
     budget: float = 1.0
 
     def own(self, kind: type[Own]) -> Own:
-        """Return the method's own settings as ``kind``. Raises UnknownWork."""
+        """Return the method's own settings as ``kind``. Raises UnknownWork if they do not fit."""
         return own_settings(self.assignment.settings, kind)
 
     def planned(self, name: str, most: float) -> float:
-        """Return a number from the round's plan, in 0..most. Raises ProtocolError."""
+        """Return a number from the round's plan, in 0..most. Raises ProtocolError if it is missing or out of range."""
         value = self.assignment.plan.get(name, 0)
         if isinstance(value, str) or not 0 <= value <= most:
             raise ProtocolError(f"plan.{name} is {str(value)[:40]!r}; expected a number from 0 to {most:g}")
@@ -187,7 +187,7 @@ class BudgetTooSmall(ProtocolError):
 
 
 def own_settings(settings: FederationSettings, kind: type[Own]) -> Own:
-    """Return the own settings of a federation's method as ``kind``. Raises UnknownWork."""
+    """Return the own settings of a federation's method as ``kind``. Raises UnknownWork if they do not fit."""
     try:
         return kind.model_validate(settings.method_settings)
     except ValidationError as error:
@@ -308,7 +308,10 @@ class DeviceMethod:
             self.check(model, manifest, example)
 
     def task_of(self, task: Task, manifest: Manifest, seed: int) -> Task:
-        """Return the task with the model of a federation with this ``manifest`` and ``seed``. Raises BadArgument."""
+        """Return the task with the model of a federation with this ``manifest`` and ``seed``.
+
+        Raises BadArgument if they do not fit the task.
+        """
         task = task.seeded(seed)
         return self.network(task, manifest) if self.network else task
 
@@ -317,7 +320,10 @@ class DeviceMethod:
         return self.active.sample(manifest, budget) if self.active and budget < FULL_RATIO else None
 
     def at_budget(self, rehearsal: Rehearsal, budget: float) -> Effort:
-        """Return the work of rounds at ``budget``, for rehearsals on this device. Raises BudgetTooSmall."""
+        """Return the work of rounds at ``budget``, for rehearsals on this device.
+
+        Raises BudgetTooSmall if the method cannot train at it.
+        """
         if self.effort is not None:
             return self.effort(rehearsal, budget)
         from ..engines.rehearsal import MaskedEffort
@@ -334,6 +340,6 @@ class UnknownMethod(SdkError):
 # Searching the installed packages takes 20 ms, which every device-round of a fleet would pay.
 @cache
 def load_method(name: str) -> DeviceMethod:
-    """Return the device half registered as ``name``. Raises UnknownMethod."""
+    """Return the device half registered as ``name``. Raises UnknownMethod if it is not installed."""
     advice = "; update this SDK, or install the package that provides it"
     return load_method_record("sparrow.device_methods", name, DeviceMethod, UnknownMethod, advice=advice)

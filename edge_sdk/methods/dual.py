@@ -35,7 +35,7 @@ class Dual:
 
     @classmethod
     def load(cls, manifest: Manifest, personal: Tensors, own: Mapping[str, NDArray[np.generic]]) -> Dual:
-        """Return the models from the personal one and ``stored``. Raises ManifestError."""
+        """Return the models from the personal one and ``stored``. Raises ManifestError if a mask does not fit."""
         mask, m_g = (from_bits(manifest, own[name].tobytes()) for name in ("mask", "global_mask"))
         unmasked = {name.removeprefix("global:"): array for name, array in own.items() if name.startswith("global:")}
         return cls(personal, mask, m_g, np.asarray(own["rest"], dtype=np.float32), unmasked)

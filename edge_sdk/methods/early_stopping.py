@@ -60,7 +60,7 @@ class Rises:
     increases: int = 0
 
     def after(self, loss: float) -> Rises:
-        """Return the state after one more participation. Raises ValueError."""
+        """Return the state after one more participation. Raises ValueError if ``loss`` is not finite."""
         _check_finite(loss)
         rose = self.last_loss is not None and loss > self.last_loss
         return Rises(loss, self.increases + 1 if rose else 0)

@@ -16,7 +16,7 @@ __all__ = ["merge", "mixed", "whole_model"]
 
 def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
     """Return a full payload as tensors by name; dense ones are views. Missing weights of a sparse model are zero;
-    tensors that never travel are left out. Raises BundleError."""
+    tensors that are never sent are left out. Raises BundleError if the payload is missing or partial."""
     if received is None:
         raise BundleError("the assignment has no payload; fetch the payload and try again")
     if not is_whole(manifest, received):
@@ -30,7 +30,10 @@ def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
 
 
 def sent_values(manifest: Manifest, received: Bundle | None, mask: Mask | None) -> NDArray[np.float32]:
-    """Return the received values under ``mask``, packed, 0 for those not received. Raises BundleError."""
+    """Return the received values under ``mask``, packed, 0 for those not received.
+
+    Raises BundleError if there is no payload.
+    """
     if received is not None and same_mask(received.mask, mask):
         return received.values
     return pack(manifest, whole_model(manifest, received), mask)

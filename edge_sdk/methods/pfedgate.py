@@ -90,7 +90,7 @@ def check(model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:
 
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
-    """Return the effort of steps under a new gate within ``budget``. Raises BudgetTooSmall."""
+    """Return the effort of steps under a new gate within ``budget``. Raises BudgetTooSmall if no gate fits it."""
     assert isinstance(rehearsal, TorchRehearsal), "its engine is PyTorch's"
     return _GatedEffort(rehearsal, budget)
 
@@ -243,7 +243,10 @@ def _state(job: Job, gated: Gated, gates: Gates, trained: Tensors, received: Ten
 
 
 def gated_model(job: Job, tensors: Tensors) -> Gated:
-    """Return the model with ``tensors``, under the device's gate and within its budget. Raises BudgetTooSmall."""
+    """Return the model with ``tensors``, under the device's gate and within its budget.
+
+    Raises BudgetTooSmall if no gate fits it.
+    """
     rules = job.own(Settings)
     manifest = job.manifest
     job.engine.load({**(job.state.personal or {}), **tensors})

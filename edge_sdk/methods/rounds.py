@@ -121,7 +121,8 @@ def train_once_more(job: Job, tensors: Tensors, mask: NeuronMask | None = None) 
 
 def choose_copy(job: Job, copy: Tensors, start: Tensors) -> Tensors:
     """Return a fine-tuned copy, its starting model, or one of their mixtures: the one with the least validation loss;
-    ties prefer the copy. With ``personal_model=last``, as in the papers, the copy. Raises TrainingDiverged.
+    ties prefer the copy. With ``personal_model=last``, as in the papers, the copy. Raises TrainingDiverged if the
+    copy's loss is not finite.
     """
     if job.assignment.settings.personal_model == "last":
         return copy

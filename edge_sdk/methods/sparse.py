@@ -67,7 +67,7 @@ def replacing_of(
     share: float = 0.0,
     basis: Literal["total", "moved"] = "total",
 ) -> Replacing:
-    """Return this round's adjustment: Eq. 1-4 of FedSGC. Raises BundleError."""
+    """Return this round's adjustment: Eq. 1-4 of FedSGC. Raises BundleError if the payload does not fit the mask."""
     mask = sparse_mask(job)
     rule = _Rule(job, mask, rules, share, basis)
     return Replacing(job.engine, mask, steps=rule.times, rule=rule, batches=rules.grow_batches)

@@ -101,7 +101,7 @@ class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def record(run: Callable[[int], object], batches: tuple[int, int]) -> list[Draw]:
     """Return the requests for random numbers that ``run(samples)`` makes, in order.
 
-    batches: two numbers of samples. Raises CannotCompile.
+    batches: two numbers of samples. Raises CannotCompile if the requests differ in more than size.
     """
     seen: list[list[tuple[Kind, tuple[int, ...]]]] = []
     for batch in batches:

@@ -41,7 +41,10 @@ def slow_attention() -> Iterator[None]:
 
 
 def trace(model: nn.Module, example: torch.Tensor) -> Traced:
-    """Return the graph of ``model``, in its present mode, on ``example`` [N, ...]. Raises UnsupportedLayer."""
+    """Return the graph of ``model``, in its present mode, on ``example`` [N, ...].
+
+    Raises UnsupportedLayer if it cannot be traced.
+    """
     try:
         with slow_attention(), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")

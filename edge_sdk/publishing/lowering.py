@@ -62,7 +62,8 @@ def is_translated(operator: Any) -> bool:
 def to_onnx(recording: FreeRecording, read: Sequence[str], names: Sequence[str], name: str) -> onnx.ModelProto:
     """Return the graph ``name``.
 
-    read, names: names of the inputs and of the outputs, in order. Raises CannotCompile.
+    read, names: names of the inputs and of the outputs, in order. Raises CannotCompile if an operator has no
+    translation.
     """
     import onnx_ir as ir
     from onnx_ir.passes import common

@@ -31,7 +31,10 @@ SAMPLES = 7
 
 
 def prepare_to_publish(task: Task) -> tuple[Task, BuiltPreparation | None]:
-    """Return the task over prepared samples, and the preparation to publish, if any. Raises BadArgument."""
+    """Return the task over prepared samples, and the preparation to publish, if any.
+
+    Raises BadArgument if the preparation is unusable.
+    """
     if task.preparation is None:
         return task, None
     built = task.preparation

@@ -167,7 +167,10 @@ def record(
     batch: int,
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> Recording:
-    """Run ``function`` on ``given``, nested tensors, and return the recording. Raises CannotCompile."""
+    """Run ``function`` on ``given``, nested tensors, and return the recording.
+
+    Raises CannotCompile if it cannot be traced.
+    """
     recording = Recording(batch)
     recorder = _Recorder(recording, decompositions)
     # Copies: a tensor that occurs twice must stay two inputs.
@@ -228,7 +231,7 @@ class FreeRecording:
 
 
 def free_batch(one: Recording, other: Recording) -> FreeRecording:
-    """Return the common recording for any batch size. Raises CannotCompile."""
+    """Return the common recording for any batch size. Raises CannotCompile if they differ in more than sizes."""
     made, made_too = ([(call.operator, call.made) for call in each.calls] for each in (one, other))
     if made != made_too or one.outputs != other.outputs or one.inputs != other.inputs:
         raise CannotCompile(

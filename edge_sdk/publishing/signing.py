@@ -41,12 +41,18 @@ class Publisher:
 
     @classmethod
     def new(cls) -> Publisher:
-        """Create a publisher with a new key, without saving it. Raises MissingPart."""
+        """Create a publisher with a new key, without saving it.
+
+        Raises MissingPart if the package for signatures is not installed.
+        """
         return cls(_private_key_type().generate().private_bytes_raw())
 
     @classmethod
     def load(cls, path: Path | None = None) -> Publisher:
-        """Return the publisher of a key file; create the file if missing. Raises BadArgument, MissingPart."""
+        """Return the publisher of a key file; create the file if missing.
+
+        Raises BadArgument if it is unusable, MissingPart.
+        """
         path = path or default_path()
         try:
             text = path.read_text(encoding="ascii").strip()

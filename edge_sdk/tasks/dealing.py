@@ -130,7 +130,10 @@ def read_dealing(
     partition: str = "dirichlet",
     corruptible: bool = False,
 ) -> Dealing:
-    """Read ``[PATH,]key=value,...``. Raises BadOption. seed, partition: defaults."""
+    """Read ``[PATH,]key=value,...``.
+
+    Raises BadOption for an unknown key or an invalid value. seed, partition: defaults.
+    """
     entries = _entries(data or "")
     path = None
     if needs_path and entries and not _KEY.match(entries[0]):
@@ -236,7 +239,7 @@ def _number(key: str, text: str, kind: type) -> float:
 # Searching the installed packages takes longer than loading a device's part.
 @lru_cache
 def find_partition(name: str) -> Partition:
-    """Return the partition registered as ``name``. Raises BadOption."""
+    """Return the partition registered as ``name``. Raises BadOption if there is none."""
     found = installed("sparrow.partitions")
     if name not in found:
         raise BadOption(f"--data: unknown partition {name!r}{nearest(name, found)}; choose from {', '.join(found)}")
@@ -253,7 +256,10 @@ def _option_types(rule: Callable[..., object]) -> dict[str, type]:
 
 
 def deal(dataset: Dataset, dealing: Dealing, *, device: str) -> Split:
-    """Return this device's samples by use, as indices into ``dataset``. Raises DataError."""
+    """Return this device's samples by use, as indices into ``dataset``.
+
+    Raises DataError if there are too few samples.
+    """
     index, of = place(dataset, dealing, device=device)
     all_devices = replace(dealing, index=None)
     own = _split(dataset, _deal(dataset, all_devices, of)[index], dealing)

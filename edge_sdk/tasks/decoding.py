@@ -35,7 +35,7 @@ def decode_images(
     """Return ``count`` images, [count, *shape] uint8, mapped.
 
     images: yields name and bytes of each; called only if the pixels are not cached. sources: files whose sizes and time
-    stamps identify the images. Raises DataError.
+    stamps identify the images. Raises DataError if an image cannot be decoded or has another shape.
     """
 
     def fill(pixels: Array) -> None:

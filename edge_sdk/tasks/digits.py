@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
     """Return the digits task over one device's part of the images.
 
-    data: like ``index=2,of=5,alpha=0.3,seed=0`` (see ``dealing``). Raises DataError.
+    data: like ``index=2,of=5,alpha=0.3,seed=0`` (see ``dealing``). Raises DataError if the part has too few images.
     """
     dataset = load_images()
     dealing = read_dealing(data, task="digits", seed=seed, needs_path=False)

@@ -91,7 +91,7 @@ class _Part:
 
 
 def read_dataset(path: str | None, wanted: SampleFormat) -> Dataset:
-    """Return the data set at ``path``, cached until its time stamp changes. Raises DataError."""
+    """Return the data set at ``path``, cached until its time stamp changes. Raises DataError if it cannot be read."""
     if not path:
         raise BadOption(f"the task {wanted.task} needs data: add --data PATH; {wanted.advice}")
     place = expanded(path).resolve()

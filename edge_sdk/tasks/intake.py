@@ -97,7 +97,10 @@ class Fit(Protocol):
     """Conversion of a batch; returns the same batch if no change is needed, None if no sample remains."""
 
     def pair(self, batch: Any, where: str) -> Pair | None:
-        """Return the converted batch; ``where`` names it in messages. Raises BadArgument."""
+        """Return the converted batch; ``where`` names it in messages.
+
+        Raises BadArgument if it does not fit the model.
+        """
 
     def labels(self, targets: Array) -> Array:
         """Return the converted targets of all samples."""
@@ -121,7 +124,7 @@ class Fitted:
         return len(self.source) if self._length is None else self._length
 
     def converted(self, pair: Pair) -> Pair | None:
-        """Return a batch of the user's own loader, converted. Raises BadArgument."""
+        """Return a batch of the user's own loader, converted. Raises BadArgument if it does not fit the model."""
         found = self.source.converted(pair) if isinstance(self.source, Fitted) else pair
         return None if found is None else self._fit.pair(found, "")
 

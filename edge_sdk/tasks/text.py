@@ -30,7 +30,8 @@ LEAST = 2_000
 
 
 def windows(text: Array, start: Array, people: Array, place: Array | None, *, length: int) -> Samples:
-    """Return windows of ``length`` characters of all roles with enough text. Raises DataError.
+    """Return windows of ``length`` characters of all roles with enough text. Raises DataError if the arrays do not
+    match or no role has enough.
 
     Returns inputs [N, length], targets [N], the role [N], and the piece within the role [N].
     """

@@ -51,7 +51,8 @@ class Freezing:
     """Frozen entries of a model's parameters in one round; a context manager around training.
 
     Create it after the round's weights are loaded. elements: name -> bool of the parameter's shape; the others must be
-    zero, and stay zero. trained: name -> bool; the others are frozen unchanged. Raises ManifestError, ValueError.
+    zero, and stay zero. trained: name -> bool; the others are frozen unchanged. Raises ManifestError if they do not fit
+    the model, ValueError if weights outside the elements are not zero.
     """
 
     def __init__(

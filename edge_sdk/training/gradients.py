@@ -62,8 +62,7 @@ def curvature(
     model: nn.Module, task: Task, batches: Sequence[Batch], direction: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return the Hessian of the loss of all batches together, times ``direction``, for the parameters that it names.
-
-    Raises NoCurvature.
+    Raises NoCurvature if the loss has no second derivative.
     """
     inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
     weights = {name: parameter for name, parameter in model.named_parameters() if name in direction}

@@ -334,7 +334,10 @@ class BadExperiment(SdkError):
 
 
 def load_experiment(name: str) -> Experiment:
-    """Return the built-in experiment ``name``, or that of a file. Raises UnknownExperiment, BadExperiment."""
+    """Return the built-in experiment ``name``, or that of a file.
+
+    Raises UnknownExperiment if neither exists, BadExperiment if it is invalid.
+    """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
         experiment = Experiment.model_validate(_with_like(tomllib.loads(path.read_text())))

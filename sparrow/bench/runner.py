@@ -272,7 +272,10 @@ def _retuned(finished: Finished, recorded: Recorded, trial: Trial, plan: Plan, w
 
 
 def plan_of(trial: Trial, where: Where) -> Plan:
-    """Return the devices of a trial and their data. Raises DataError."""
+    """Return the devices of a trial and their data.
+
+    Raises DataError if files are too few, or given with a partition.
+    """
     files = files_of_devices(trial.task, where.data, trial.devices + trial.new)
     if files and trial.data_text:
         raise DataError(

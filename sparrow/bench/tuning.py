@@ -138,7 +138,7 @@ def search(
     result: Callable[[Trial, Sequence[Trial]], Recorded | None],
     scale: float = 1.0,
 ) -> Choice | None:
-    """Return the choice for a method. Raises NothingActed.
+    """Return the choice for a method. Raises NothingActed if the mechanism was idle in all trials.
 
     result: returns a trial's rows, or None without running it; an incomplete grid gives no choice.
     """

@@ -101,7 +101,7 @@ class Plan:
 def cut_graph(graph: bytes, manifest: Manifest, counts: Mapping[str, int]) -> tuple[bytes, dict[str, Label]]:
     """Return the graph of a network with ``counts`` active neurons per group, and the labels of its new inputs.
 
-    manifest: the whole network's. Raises CannotNarrow.
+    manifest: the full network's. Raises CannotNarrow if an operator cannot be narrowed.
     """
     cutter = Cutter(onnx.load_from_string(graph), manifest, counts)
     return bytes(cutter.cut().SerializeToString(deterministic=True)), cutter.read

@@ -48,7 +48,7 @@ _ATTRIBUTES = {
 
 
 def check_skeleton(data: bytes, manifest: Manifest) -> ModelProto:
-    """Return the parsed skeleton after all checks. Raises SkeletonError."""
+    """Return the parsed skeleton after all checks. Raises SkeletonError if a check fails."""
     if len(data) > MAX_GRAPH:
         raise SkeletonError(f"the skeleton has {len(data)} bytes; it must have at most {MAX_GRAPH}: leave weights out")
     digest = hashlib.sha256(data).hexdigest()
@@ -92,7 +92,7 @@ def fill(skeleton: bytes, manifest: Manifest, tensors: Tensors, *, metadata: Map
 
 
 def parse(data: bytes) -> ModelProto:
-    """Return the parsed file, after ``check_fields``. Raises SkeletonError."""
+    """Return the parsed file, after ``check_fields``. Raises SkeletonError if it is not an ONNX model."""
     model = ModelProto()
     try:
         model.ParseFromString(data)

@@ -78,7 +78,7 @@ PRODUCTS = frozenset(["Conv", "ConvTranspose", "Gemm", "MatMul", "Mul"])
 
 
 def flow_graph(step: bytes, names: Collection[str]) -> bytes:
-    """Return the graph of H d for the weights ``names``. Raises NoCurvature."""
+    """Return the graph of H d for the weights ``names``. Raises NoCurvature if an operator has no second derivative."""
     proto = onnx.load_from_string(step)
     graph = proto.graph
     tangents = Tangents(Editor(proto), {name: ALONG + name for name in names})

@@ -15,7 +15,10 @@ SENSITIVITY = {"zero_out": 1.0, "replacement": 2.0}
 
 @lru_cache(maxsize=1024)
 def gaussian_epsilon(delta: float, *mechanisms: tuple[float, int]) -> float:
-    """Return epsilon at ``delta`` of a sequence of (noise deviation / sensitivity, runs). Raises MissingPart."""
+    """Return epsilon at ``delta`` of a sequence of (noise deviation / sensitivity, runs).
+
+    Raises MissingPart if the accountant is not installed.
+    """
     check_accountant()
     from dp_accounting import ComposedDpEvent, GaussianDpEvent, SelfComposedDpEvent
     from dp_accounting.rdp import RdpAccountant

@@ -71,7 +71,7 @@ class BlockTable:
     ) -> BlockTable:
         """Return the table of tensors of ``shapes``: ``count`` blocks each (B of the paper), see ``split``.
         smallest_share: share of the first block, by default 1 / ``count``. align_rows: blocks end with output rows, so
-        that inactive ones need not be computed. Raises ValueError."""
+        that inactive ones need not be computed. Raises ValueError if ``count`` or the share is out of range."""
         share = 1 / count if smallest_share is None and count > 0 else smallest_share
         if count < 1 or share is None or not 0 < share <= 1:
             raise ValueError(f"{count} blocks of which the first holds {share}: give at least 1, and a share in (0, 1]")

@@ -28,7 +28,7 @@ def save(tensors: Tensors, note: str = "") -> bytes:
 
 
 def load(body: bytes) -> tuple[Tensors, str]:
-    """Return tensors (writable copies) and note of a safetensors file. Raises BundleError."""
+    """Return tensors (writable copies) and note of a safetensors file. Raises BundleError if it is invalid."""
     note = read_note(body)
     try:
         loaded: Tensors = safetensors.numpy.load(body)
@@ -38,7 +38,7 @@ def load(body: bytes) -> tuple[Tensors, str]:
 
 
 def read_note(body: bytes) -> str:
-    """Return the note, or "" if there is none, without reading tensors. Raises BundleError."""
+    """Return the note, or "" if there is none, without reading tensors. Raises BundleError if the header is invalid."""
     if len(body) < 8:
         raise BundleError(f"{len(body)} bytes are too few for a safetensors file; send the whole file")
     (length,) = struct.unpack("<Q", body[:8])

@@ -125,7 +125,7 @@ def check_elements(manifest: Manifest, mask: ElementMask) -> None:
 
 
 def from_bits(manifest: Manifest, data: bytes | memoryview) -> ElementMask:
-    """Return the mask with these bits. Raises ManifestError."""
+    """Return the mask with these bits. Raises ManifestError for a wrong length or set padding bits."""
     return _split(manifest, unpack_flags(data, manifest.maskable_values, "weights"))
 
 
@@ -150,7 +150,10 @@ def difference(old: ElementMask, new: ElementMask) -> bytes:
 
 
 def apply_difference(manifest: Manifest, old: ElementMask, data: bytes | memoryview) -> ElementMask:
-    """Apply the difference ``data`` to the mask ``old``. Raises ManifestError."""
+    """Apply the difference ``data`` to the mask ``old``.
+
+    Raises ManifestError if it is cut off or names a position that does not exist.
+    """
     encoded = np.frombuffer(data, dtype=np.uint8)
     ends = np.flatnonzero(encoded != 255)
     if len(encoded) and (len(ends) == 0 or ends[-1] != len(encoded) - 1):

@@ -128,7 +128,10 @@ def write_progress(save: int, progress: Mapping[str, Any]) -> bytes:
 
 
 def read_progress(body: bytes, save: int) -> Mapping[str, Any] | None:
-    """Return the progress since that save, None if the file belongs to another. Raises BundleError."""
+    """Return the progress since that save, None if the file belongs to another.
+
+    Raises BundleError if the file is damaged.
+    """
     try:
         kept = json.loads(body)
         check_signed(body, kept["sha256"])

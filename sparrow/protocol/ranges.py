@@ -166,7 +166,10 @@ def default_ranges(settings: FederationSettings) -> dict[str, Range]:
 
 
 def read_ranges(texts: Iterable[str]) -> dict[str, Range]:
-    """Return ranges by setting, from texts such as ``cohort>=10``. Raises ProtocolError."""
+    """Return ranges by setting, from texts such as ``cohort>=10``.
+
+    Raises ProtocolError for a text that is no range, or a setting without one.
+    """
     found = dict[str, Range]()
     for text in texts:
         match = _RANGE.match(text)

@@ -42,7 +42,7 @@ def _floor(value: float) -> int:
 
 def layer_densities(manifest: Manifest, density: float, rule: LayerSparsity = "erk") -> dict[str, float]:
     """Return the share of weights kept, 1 - s_l in (0, 1], of every maskable tensor, in order. density: the overall
-    share, 1 - S. Raises ValueError.
+    share, 1 - S. Raises ValueError if it is not in (0, 1].
 
     ``erk``, Erdos-Renyi-Kernel (RigL): min(1, eps * sum of the dimensions / their product), eps such that kept weights
     add up to density * n_w. ``uniform_first_dense``: the first layer whole, the others equal. ``feddst``: ERK of the
@@ -58,7 +58,10 @@ def layer_densities(manifest: Manifest, density: float, rule: LayerSparsity = "e
 
 
 def layer_counts(manifest: Manifest, density: float, rule: LayerSparsity = "erk") -> dict[str, int]:
-    """Return the number of weights kept, K_l >= 1, of every maskable tensor, in order. Raises ValueError."""
+    """Return the number of weights kept, K_l >= 1, of every maskable tensor, in order.
+
+    Raises ValueError if ``density`` is not in (0, 1].
+    """
     kept = layer_densities(manifest, density, rule)
     if rule == "feddst":
         values = _values_with_biases(manifest)

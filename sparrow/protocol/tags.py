@@ -58,7 +58,10 @@ class Selection:
 
     @classmethod
     def parse(cls, text: str) -> Selection:
-        """Return the selection that ``text`` describes; empty text selects all devices. Raises BadSelection."""
+        """Return the selection that ``text`` describes; empty text selects all devices.
+
+        Raises BadSelection if it does not follow the grammar.
+        """
         if len(text) > LONGEST_SELECTION:
             raise BadSelection(f"the selection has {len(text)} characters; use at most {LONGEST_SELECTION}")
         found: list[Condition] = []

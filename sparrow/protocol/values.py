@@ -39,7 +39,10 @@ def size(manifest: Manifest, which: Values) -> int:
 
 
 def unpack(manifest: Manifest, which: Values, file: File) -> Tensors:
-    """Return the tensors by name, read-only: views of ``file``, or float32 copies of float16. Raises ManifestError."""
+    """Return the tensors by name, read-only: views of ``file``, or float32 copies of float16.
+
+    Raises ManifestError if the file differs from the manifest's digest.
+    """
     data = np.frombuffer(file, np.uint8)
     wanted = manifest.files.get(which)
     if len(data) != size(manifest, which) or hashlib.sha256(data.data).hexdigest() != wanted:

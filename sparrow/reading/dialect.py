@@ -102,7 +102,10 @@ class TextTable:
 
 
 def open_text(path: Path, source: str, options: ReadOptions) -> TextTable:
-    """Return the table at ``path``, with its dialect detected or taken from the options. Raises DataError."""
+    """Return the table at ``path``, with its dialect detected or taken from the options.
+
+    Raises DataError if it cannot be read as a table.
+    """
     said = []
     encoding = options.encoding or _encoding(path, source)
     if encoding == "cp1252" and options.encoding is None:

@@ -57,7 +57,7 @@ def read_folder(root: Path, options: ReadOptions, wanted: Wanted) -> dict[str, R
 
 
 def read_single(path: Path, medium: Medium, options: ReadOptions, wanted: Wanted) -> Raw:
-    """Return one picture or sound as an unlabelled sample. Raises DataError."""
+    """Return one picture or sound as an unlabelled sample. Raises DataError if it cannot be read."""
     if wanted.labelled:
         raise DataError(
             f"{path}: is one {medium} without a class; give its parent folder, with a folder for each class, or a "

@@ -112,7 +112,10 @@ class Question:
 
 
 def decide(found: Labels, question: Question) -> Decided:
-    """Return the labels as classes or numbers. Raises DataError."""
+    """Return the labels as classes or numbers.
+
+    Raises DataError if they do not fit the federation's targets or the options.
+    """
     wanted = question.wanted()
     said = []
     if found.stripped is not None:

@@ -40,7 +40,10 @@ def _lists(table: Table, place: int) -> bool:
 
 
 def read_listed(table: Table, place: int, options: ReadOptions, wanted: Wanted) -> Raw:
-    """Return the samples of the files in the column ``place``, in order. Raises DataError."""
+    """Return the samples of the files in the column ``place``, in order.
+
+    Raises DataError if a file is missing or unreadable, or a column is ambiguous.
+    """
     source = table.source
     options.refuse(source, "lists files", "axes", "categories", "time")
     names = table.names

@@ -77,7 +77,10 @@ class Listing:
 
 
 def read_listing(listing: Listing, options: ReadOptions, preparation: Preparation | None) -> tuple[Raw, NDArray[Any]]:
-    """Return the samples of the files, and each sample's position among the files. Raises DataError."""
+    """Return the samples of the files, and each sample's position among the files.
+
+    Raises DataError if a file is unreadable or does not fit ``preparation``.
+    """
     reader = _reader(listing, options, preparation)
     rate: float | None = None
     step: float | None = None

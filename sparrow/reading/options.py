@@ -131,7 +131,7 @@ _KEY = re.compile(r"\s*[A-Za-z_]+\s*=")
 def read_options(data: str) -> tuple[str, ReadOptions, str]:
     """Split ``PATH,key=value,...`` into path ("" if missing), reading options and the other entries in order.
 
-    A path cannot contain a comma. Raises BadOption.
+    A path cannot contain a comma. Raises BadOption for an invalid value or a repeated key.
     """
     entries = data.split(",")
     path = "" if _KEY.match(entries[0]) else entries.pop(0).strip()

@@ -40,7 +40,7 @@ LIKE = 0.01
 
 
 def read_recordings(table: Table, options: ReadOptions, wanted: Wanted) -> Raw:
-    """Return the windows of a table's recordings. Raises DataError."""
+    """Return the windows of a table's recordings. Raises DataError if columns or times are invalid."""
     source = table.source
     preparation = wanted.preparation
     if preparation is not None and preparation.axes == "T":

@@ -62,7 +62,7 @@ class Roles:
 
 
 def assign(source: str, names: Sequence[str], options: ReadOptions, wanted: Wanted) -> Roles:
-    """Return the roles of a file's columns. names: stripped. Raises DataError."""
+    """Return the roles of a file's columns. names: stripped. Raises DataError if a role is missing or ambiguous."""
     said: list[str] = []
     kept = _kept(source, names, options)
     chosen = _federation_columns(source, names, kept, wanted.preparation, said)
@@ -215,7 +215,7 @@ def _is_value(name: str) -> bool:
 
 
 def find_person(source: str, names: Sequence[str], free: Sequence[int]) -> int | None:
-    """Return the position of the column of people among ``free``. Raises DataError."""
+    """Return the position of the column of people among ``free``. Raises DataError if there are several."""
     found = [place for place in free if is_person(names[place])]
     if len(found) > 1:
         one, two = (names[place] for place in found[:2])

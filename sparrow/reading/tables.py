@@ -39,7 +39,7 @@ class Rows:
 
 
 def read_table(table: Table, options: ReadOptions, wanted: Wanted) -> Rows:
-    """Return a table's samples, one per row. Raises DataError."""
+    """Return a table's samples, one per row. Raises DataError if columns or cells are invalid."""
     return _Reading(table, options, wanted).read()
 
 

@@ -53,7 +53,7 @@ def is_time(name: str) -> bool:
 
 
 def time_column(table: Table, options: ReadOptions) -> int:
-    """Return the position of the column of times. Raises DataError."""
+    """Return the position of the column of times. Raises DataError if there is none or several."""
     names = table.names
     if options.time is not None:
         place = find(options.time, names)

@@ -94,7 +94,10 @@ class Plan:
         return self.boards[index % self.devices * len(self.boards) // self.devices] if self.boards else None
 
     def task(self, index: int, known: Known) -> Task:
-        """Return the prepared task of a device on its own data, without a model. Raises DataError."""
+        """Return the prepared task of a device on its own data, without a model.
+
+        Raises DataError if the data cannot be read or do not fit.
+        """
         info = known.info
         if self.make_task is not None:
             return known.prepared(self.make_task(index, info))

@@ -62,7 +62,7 @@ class Ended:
 
 
 def installed(module: str, package: str) -> Any:
-    """Import a module of a pip ``package``. Raises MissingPart."""
+    """Import a module of a pip ``package``. Raises MissingPart if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

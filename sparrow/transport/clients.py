@@ -26,7 +26,10 @@ class Client(httpx.Client):
 
 
 def connect(server: str, trust: tls.Tls | None = None, *, timeout: httpx.Timeout | float = TIMEOUT) -> Client:
-    """Return a client for the server at this address. Raises BadArgument, BadCertificate."""
+    """Return a client for the server at this address.
+
+    Raises BadArgument for an invalid address or proxy, BadCertificate.
+    """
     url = address(server)
     through = proxy_for(url)
     if trust is not None and trust != tls.Tls():
@@ -56,7 +59,7 @@ def connect(server: str, trust: tls.Tls | None = None, *, timeout: httpx.Timeout
 
 
 def address(server: str) -> httpx.URL:
-    """Return a server's URL. Raises BadArgument."""
+    """Return a server's URL. Raises BadArgument if it is invalid or holds a password."""
     # Checked first, so that no message repeats a password.
     if "@" in str(server):
         raise bad_address("The address", "holds a name or password, but tokens are given as SPARROW_..._TOKEN")

@@ -37,7 +37,7 @@ class NotDelivered(SdkError):
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """Return the addresses of a host. Raises OSError."""
+    """Return the addresses of a host. Raises OSError if it cannot be resolved."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(each[4][0]) for each in found))
 
@@ -51,7 +51,8 @@ class Destination:
 
     @classmethod
     def parse(cls, url: str, networks: str = "") -> Destination:
-        """Return the destination of a URL and of networks in CIDR notation, separated by commas. Raises BadArgument.
+        """Return the destination of a URL and of networks in CIDR notation, separated by commas. Raises BadArgument if
+        one of them is invalid.
 
         No message repeats the URL, whose path may be a secret.
         """

@@ -35,7 +35,7 @@ class ProxySetting(Setting):
         return self.value if "://" in self.value else f"http://{self.value}"
 
     def proxy(self) -> httpx.Proxy:
-        """Return the proxy. Raises BadArgument."""
+        """Return the proxy. Raises BadArgument if its URL is invalid."""
         try:
             url = httpx.URL(self.url)
         except (httpx.InvalidURL, ValueError) as error:

@@ -44,7 +44,7 @@ class Tls:
     key: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Return the argument ``verify`` of a client. Raises BadCertificate."""
+        """Return the argument ``verify`` of a client. Raises BadCertificate if a file is missing or unusable."""
         if self.key is not None and self.certificate is None:
             raise BadCertificate("--client-key needs --client-cert; pass both")
         for option, path in (("--ca", self.ca), ("--client-cert", self.certificate), ("--client-key", self.key)):

@@ -171,12 +171,15 @@ class Learning(Identified):
         return task
 
     def skeleton(self) -> bytes:
-        """Return the ONNX skeleton of the federation's model, downloaded once. Raises GraphError."""
+        """Return the ONNX skeleton of the federation's model, downloaded once. Raises GraphError if it is refused."""
         return self._graph("skeleton")
 
     @cached_property
     def graphs(self) -> Graphs | None:
-        """The checked graphs of training step and evaluation; None if unpublished. Raises GraphError."""
+        """The checked graphs of training step and evaluation; None if unpublished.
+
+        Raises GraphError if one is refused.
+        """
         found = fetch_graphs(self.manifest, self._graph, self.frozen, self._first)
         if found is None:
             return None

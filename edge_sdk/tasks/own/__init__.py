@@ -50,7 +50,8 @@ def load(
 ) -> Task:
     """Return the task over raw samples of the file ``data``, or of this device's part of it.
 
-    manifest: the federation's; None to publish. Raises DataError.
+    manifest: the federation's; None to publish. Raises DataError if the file cannot be read or does not fit the
+    federation.
     """
     if not data:
         raise BadOption("this task needs samples: add --data FILE, a table or an npz file, or FILE,index=0,of=5")
@@ -138,7 +139,7 @@ def _recordings(uses: Mapping[str, Raw]) -> list[str]:
 def classes_of(files: Sequence[str]) -> tuple[str, ...]:
     """Return the classes that occur in these files or that they declare; () for a regression.
 
-    files: texts of ``--data``. Raises DataError.
+    files: texts of ``--data``. Raises DataError if one cannot be read.
     """
     found: list[str] = []
     for data in files:

@@ -150,7 +150,7 @@ def read_whole(
     targets: Targets | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> Whole:
-    """Return all samples of a file, cached by its time stamp. Raises DataError."""
+    """Return all samples of a file, cached by its time stamp. Raises DataError if it cannot be read."""
     options = options or ReadOptions()
     place = expanded(path)
     if not place.exists():

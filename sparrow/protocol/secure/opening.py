@@ -40,7 +40,7 @@ def open_sum(
     """Return a cell's sum modulo 2^b over ``left``, and wrong shares: name -> points.
 
     total: sum of their masked updates. gone: the cell's devices with shares but without update. seeds, pad_secrets: the
-    received shares. Raises CannotOpen.
+    received shares. Raises CannotOpen if too few devices or shares are left.
     """
     wrong = dict[str, set[int]]()
     streams = list[tuple[bytes, bool]]()

@@ -16,7 +16,8 @@ SHARE_BYTES = 32
 def split(secret: int, threshold: int, points: Sequence[int]) -> dict[int, int]:
     """Return a share for each point x in 1..PRIME-1: the value of a polynomial whose value at 0 is the secret.
 
-    Any ``threshold`` shares determine it; fewer reveal no information. Raises ValueError.
+    Any ``threshold`` shares determine it; fewer reveal no information. Raises ValueError if the secret or a point is
+    out of range, points repeat, or they are fewer than ``threshold``.
     """
     if not 0 <= secret < PRIME:
         raise ValueError("the secret must lie in the field")
