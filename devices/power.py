@@ -109,7 +109,7 @@ class Together:
 # Searching the installed packages takes milliseconds.
 @cache
 def installed_sources() -> tuple[Callable[[System], Source | None], ...]:
-    """Return the finders that other packages register under ``sparrow.power_sources``, by name."""
+    """Return the finders that other packages register under ``sparrow.power_sources``: name -> finder."""
     found = installed("sparrow.power_sources").values()
     return tuple(load(entry, MissingPart, what="power source") for entry in found)
 

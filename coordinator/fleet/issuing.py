@@ -83,7 +83,7 @@ def _check_valid(db: Session, holder: Holder, now: float) -> None:
 def create(
     db: Session, wanted: CreateToken, now: float, *, made_by: str | None = None, secret: str | None = None
 ) -> MadeToken:
-    """Create a token. made_by: id of the token that made it. secret: None for a new one. Raises NotFound."""
+    """Create a token. made_by: id of the admin token that made it. secret: None for a new one. Raises NotFound."""
     federation_id = None
     if wanted.federation is not None:
         federation = _named(db, wanted.federation)

@@ -253,7 +253,7 @@ def needs_sums_alone(settings: FederationSettings) -> str | None:
 
 
 def whole_model(settings: FederationSettings) -> float:
-    """Return the smallest budget of methods whose devices train the whole model."""
+    """Return the smallest budget of methods whose devices train the full model."""
     return 1.0
 
 

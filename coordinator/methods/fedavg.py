@@ -1,6 +1,6 @@
 """FedAvg, server half: the mean of the devices' models, weighted by training samples.
 
-McMahan et al., AISTATS 2017, arXiv:1602.05629, Algorithm 1. A device whose budget is too small for the whole model is
+McMahan et al., AISTATS 2017, arXiv:1602.05629, Algorithm 1. A device whose budget is too small for the full model is
 not drawn. After the last round every device gets the global model, which it may fine-tune (``finetune_epochs``).
 """
 

@@ -1,6 +1,6 @@
 """FedMD, server half: the mean of the devices' class scores on common public samples.
 
-Li, Wang, NeurIPS workshop 2019, arXiv:1910.03581, Algorithm 1. The whole model is personal. One table of scores [public
+Li, Wang, NeurIPS workshop 2019, arXiv:1910.03581, Algorithm 1. The full model is personal. One table of scores [public
 samples, classes] travels both ways, as an output in the federation's manifest. It starts as zeros, which devices do not
 digest, and is averaged like weights. Departure: the mean is weighted by training samples.
 """

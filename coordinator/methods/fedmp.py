@@ -181,7 +181,7 @@ def choice(settings: FederationSettings) -> DeviceChoice | None:
 
 
 def sums_of(model: GlobalModel, situation: Situation) -> Sums:
-    """Return sums of whole models; without ``residual``, of the sent values only."""
+    """Return sums of full models; without ``residual``, of the sent values only."""
     return MaskedSums(situation.manifest, everybody=situation.own(FedMPSettings).residual)
 
 

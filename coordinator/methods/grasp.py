@@ -1,7 +1,7 @@
 """GraSP, server half: pruning at initialisation by gradient flow.
 
 Wang, Zhang, Grosse, ICLR 2020, arXiv:2002.07376. In round 0 one device scores every weight on its own data (the paper's
-machine has all data) and keeps the K = floor(density·n_w) largest scores of the whole network. The rounds after it are
+machine has all data) and keeps the K = floor(density·n_w) largest scores of the full network. The rounds after it are
 FedAvg of the sparse model,
 
     θ_{r+1} = Σ_c n_c θ_c / Σ_c n_c,     m_r = m_1 for all r.

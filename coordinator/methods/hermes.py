@@ -1,7 +1,7 @@
 """Hermes, server half: every device prunes its own network, and exchanges the remaining weights.
 
 Li et al., MobiCom 2021. The server averages each weight over the devices that share it. An update may have fewer
-neurons than its device was sent, but no others, and not fewer than its budget allows. A device that is sent the whole
+neurons than its device was sent, but no others, and not fewer than its budget allows. A device that is sent the full
 model may start with any such network.
 
 ``pruning = once`` is the form that FedSPU's paper compares (section 5.1).

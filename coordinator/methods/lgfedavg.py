@@ -3,7 +3,7 @@
 Liang et al., arXiv:2001.01523. Linear layers are shared; convolutions and other layers below are personal. In a network
 of only linear layers, the first one is personal.
 
-With a ``fedavg_share`` the first rounds are FedAvg's, of the whole model, as in the paper's experiments; after them
+With a ``fedavg_share`` the first rounds are FedAvg's, of the full model, as in the paper's experiments; after them
 only heads are sent. So each tensor of the body is a block.
 """
 
@@ -64,7 +64,7 @@ def apart(situation: Situation) -> bool:
 
 
 def work(situation: Situation) -> Work:
-    """Return the round's work: training the whole model, or sending only the head."""
+    """Return the round's work: training the full model, or sending only the head."""
     return Work(plan={"apart": 1}) if situation.manifest.blocks and apart(situation) else Work()
 
 

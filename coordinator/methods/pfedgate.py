@@ -11,7 +11,7 @@ together with a large block of any layer.
 Differences between paper and released code:
 
 - Eq. 6 has one budget for the model, the code one for linear layers and one for the others, as here (``budget_per``).
-- The code averages whole models of all clients, absent ones with their old copies. ``denominator`` all does the same.
+- The code averages full models of all clients, absent ones with their old copies. ``denominator`` all does the same.
 - The code keeps first blocks of a fifth at any budget. Here a budget that cannot hold them is refused.
 """
 

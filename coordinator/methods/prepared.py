@@ -32,7 +32,7 @@ class PreparedSettings(MethodSettings):
 
 
 def start_whole(tensors: Tensors, situation: Situation) -> GlobalModel:
-    """Return the whole model without a mask. Raises BadContent if no layer can be sparse."""
+    """Return the full model without a mask. Raises BadContent if no layer can be sparse."""
     check_maskable(situation.manifest)
     return GlobalModel(tensors)
 

@@ -81,7 +81,7 @@ class SquaredGradientSums(ElementSums):
 
 
 def start(tensors: Tensors, situation: Situation) -> GlobalModel:
-    """Return the whole model. Raises BadContent if no layer can be sparse, or no round would replace weights."""
+    """Return the full model. Raises BadContent if no layer can be sparse, or no round would replace weights."""
     rounds = situation.settings.rounds
     given = situation.own(PruneFLSettings).adjust_interval
     between = prunefl_interval(given, rounds)

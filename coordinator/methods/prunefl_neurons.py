@@ -1,7 +1,7 @@
 """Neuron-wise PruneFL, server half: devices choose neurons again in rounds that ``adjust_interval`` divides.
 
 Jiang et al., IEEE TNNLS 2022, arXiv:1909.12326, applied to neurons, with a network for each device. In these rounds,
-and in their first, devices get the whole model; in others they get the values of the neurons chosen last. The server
+and in their first, devices get the full model; in others they get the values of the neurons chosen last. The server
 averages each weight over the devices that have it.
 
 ``importance = once`` is the form that FedSPU's paper compares (section 5.1): devices choose once.

@@ -311,7 +311,7 @@ class Models:
     ) -> tuple[Mask | None, NeuronDraw | None]:
         """Return the mask of an assignment, and its seed form, if any.
 
-        (None, None) means all values, also if the device must choose from the whole model.
+        (None, None) means all values, also if the device must choose from the full model.
         """
         if assignment.ratio is None:
             return self.model(federation, assignment.model_version).mask, None

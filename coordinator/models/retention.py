@@ -49,7 +49,7 @@ class Retention:
 
 
 def noted(models: Collection[Model]) -> dict[int, Quality]:
-    """Return the recorded quality of the models that have one, by version."""
+    """Return the recorded quality of models: version -> quality."""
     return {each.version: Quality(each.accuracy, each.loss) for each in models if each.loss is not None}
 
 

@@ -151,7 +151,7 @@ def _asked_to_train(item: Round, rows: Sequence[Row]) -> list[Row]:
 def _of_what_counts(
     item: Round, rows: Sequence[Row], done: Sequence[Row], updates: Sequence[_Update], notes: _Notes
 ) -> dict[str, Any]:
-    """Return the updates left out, clipped, or counted with fewer samples, by device."""
+    """Return the updates left out, clipped, or counted with fewer samples, grouped by device."""
     asked = _asked_to_train(item, rows)
     lost = {name: DAMAGED for each, name in asked if (each.status, each.return_reason) == ("expired", DAMAGED)}
     return {

@@ -174,7 +174,7 @@ def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: 
 def chosen_ratios(
     db: Session, models: Models, federation: Federation, drawn: Sequence[Drawable], number: int
 ) -> Mapping[str, float]:
-    """Return the active ratios that the method chooses for drawn devices, by name.
+    """Return the active ratios that the method chooses for drawn devices: name -> ratio.
 
     Empty if the method does not choose them: then the budgets are the ratios.
     """

@@ -3,7 +3,7 @@
 Rounds whose models are discarded stay in the records, marked ``undone``. An open round closes first.
 
 Devices are not notified: masks are sent as changes to the mask that the device reports, and a device with the model of
-an undone round receives the whole model. Personal models and parts do not change. A method with stages refuses a
+an undone round receives the full model. Personal models and parts do not change. A method with stages refuses a
 rollback that would break them.
 """
 

@@ -15,7 +15,10 @@ def selected(selection: Selection) -> ColumnElement[bool]:
 
 
 def retag(device: Device, *, own: dict[str, str] | None = None, changes: dict[str, str | None] | None = None) -> bool:
-    """Change a device's tags; return whether they differ. own: the device's; changes: an administrator's, by key."""
+    """Change a device's tags; return whether they differ.
+
+    own: the device's tags. changes: an administrator's, key -> value; None removes the tag.
+    """
     before = device.tags
     if own is not None:
         device.own_tags = own

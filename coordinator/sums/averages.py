@@ -64,9 +64,9 @@ def add_in_place(total: Sum, values: Array, scale: float) -> None:
 
 
 class MaskedSums:
-    """Numerators and weights of updates under neuron masks, or of whole models.
+    """Numerators and weights of updates under neuron masks, or of full models.
 
-    Numerators have the order of packed values, so that a whole model is added in one step.
+    Numerators have the order of packed values, so that a full model is added in one step.
 
     everybody: values that a device did not send count as the global model's; ``completed`` counts them.
     """

@@ -4,7 +4,7 @@
 
 McMahan, Ramage, Talwar, Zhang, ICLR 2018, arXiv:1710.06963, with these conditions:
 
-- Δ_c is the change of an update, 0 for values not sent; its 2-norm over the whole model is at most C. Every coordinate
+- Δ_c is the change of an update, 0 for values not sent; its 2-norm over the full model is at most C. Every coordinate
   gets noise, which hides the sent ones. Updates have equal weights, because weights by examples would depend on data. m
   is the setting ``cohort``.
 - A cohort without updates gets noise, too: an unchanged model would reveal it.

@@ -16,7 +16,7 @@ change by an honest device, if at most half of these updates are malicious.
 With fewer than 2f + 1 senders (at least three) a coordinate keeps its old value; krum needs 2f + 3 updates. Values have
 equal weights, because a device could claim any number of examples.
 
-Each update is written to an unnamed file, 4 bytes per value of the whole model, and read back in slices of coordinates.
+Each update is written to an unnamed file, 4 bytes per value of the full model, and read back in slices of coordinates.
 Memory is about 14 models in float32 for any cohort.
 """
 

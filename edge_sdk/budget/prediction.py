@@ -128,7 +128,7 @@ class Predictor:
 
     board: a simulated board. rehearse: constructor of rehearsals. ``budgets``: those of ``BUDGETS`` that the method
     supports. ``samples``, ``held_out``: per batch, in training and in evaluation. ``whole_flops``: of a step of the
-    whole model. Raises the errors of training.
+    full model. Raises the errors of training.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Models, by name: ``GLOBAL`` and the available ones of ``evidence.CANDIDATES``."""
+    """Models: name -> tensors, for ``GLOBAL`` and the available ones of ``evidence.CANDIDATES``."""
 
     models: dict[str, Tensors]
     # Spent on training them.

@@ -8,7 +8,7 @@ is 2 C. Every sent update counts as one mechanism; epsilon is that of their comp
 
 Noise comes from the operating system, never from the federation's seed. A repeated update is sent from the outbox, byte
 for byte; a repeated round has not sent an update yet and draws new noise. A device with local noise withholds all other
-data-dependent figures, such as losses, except its number of samples.
+data-dependent numbers, such as losses, except its number of samples.
 """
 
 from __future__ import annotations

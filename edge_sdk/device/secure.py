@@ -1,7 +1,7 @@
 """A device's part in secure rounds: its secrets on disk, and its answers to the phases.
 
     secure.json   secrets of the current round, readable only by the owner
-    peers.json    identity keys of known devices, by name; a changed key is refused
+    peers.json    name -> identity key of known devices; a changed key is refused
 
 Both are written before an answer is sent, so that it is the same after a crash.
 """

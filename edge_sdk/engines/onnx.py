@@ -320,7 +320,7 @@ class Step:
                 self._bind(name, np.ascontiguousarray(places, np.int64))
 
     def draw(self, chance: np.random.Generator, count: int) -> dict[str, NDArray[np.float32]]:
-        """Return random inputs of the step for ``count`` samples, by name."""
+        """Return random inputs of the step for ``count`` samples: name -> array."""
         drawn = {}
         for name, shape in self.inputs.items():
             kind = name.removesuffix("_step")
@@ -384,7 +384,7 @@ class Training:
         return {name: leaf.gradient(np.array(self._start[name])) for name, leaf in self._leaves.items() if self._pull}
 
     def draw(self, chance: np.random.Generator, count: int) -> dict[str, NDArray[np.float32]]:
-        """Return random inputs of a step for ``count`` samples, by name."""
+        """Return random inputs of a step for ``count`` samples: name -> array."""
         return self._step.draw(chance, count)
 
     def step(self, inputs: Array, targets: Array, drawn: Mapping[str, Array] | None = None) -> float:

@@ -112,5 +112,5 @@ def bits_of(exists: Flags) -> NDArray[np.int32] | None:
 
 
 def frozen_in_part(leaves: Mapping[str, Leaf]) -> dict[str, Block]:
-    """Return the trained blocks of parameters that are frozen in part, by name."""
+    """Return the trained blocks of partly frozen parameters: name -> block."""
     return {name: leaf.block for name, leaf in leaves.items() if leaf.block is not None}

@@ -70,7 +70,7 @@ class Rehearsal(ABC):
 
     @abstractmethod
     def engine(self, mask: NeuronMask | None = None, compute: Compute | None = None) -> Engine:
-        """Return an engine of the whole model, or of the neurons of ``mask``."""
+        """Return an engine of the full model, or of the neurons of ``mask``."""
 
     @abstractmethod
     def peak(self, work: Callable[[int], object], samples: int) -> int:
@@ -253,5 +253,5 @@ class MaskedEffort:
         return self._models * self._rehearsal.flops(self._rehearsal.samples, self._mask)
 
     def judge(self, samples: int) -> None:
-        """Evaluate the whole model, including frozen neurons."""
+        """Evaluate the full model, including frozen neurons."""
         self._rehearsal.evaluate(samples)

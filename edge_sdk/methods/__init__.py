@@ -316,7 +316,7 @@ class DeviceMethod:
         return self.network(task, manifest) if self.network else task
 
     def sample_mask(self, manifest: Manifest, budget: float) -> NeuronMask | None:
-        """Return a mask like those of rounds at ``budget``; None if the whole model is trained."""
+        """Return a mask like those of rounds at ``budget``; None if the full model is trained."""
         return self.active.sample(manifest, budget) if self.active and budget < FULL_RATIO else None
 
     def at_budget(self, rehearsal: Rehearsal, budget: float) -> Effort:

@@ -1,6 +1,6 @@
 """A local-only model that a device trains in addition to the federation's, and may use at the end.
 
-It starts as the first whole model received. Each round trains it as long as the federation's model, with the same
+It starts as the first full model received. Each round trains it as long as the federation's model, with the same
 settings and budget; it is never sent. It costs as much as the round's own training; ``alone=false`` turns it off.
 """
 

@@ -52,7 +52,8 @@ class Settings(MethodSettings):
 
 @dataclass
 class Masks:
-    """The masks of a model's last layers, by name: the fixed weights w, the scores s, and the unpruned positions."""
+    """The masks of a model's last layers, each a dict by layer name: the fixed weights w, the scores s, and the
+    unpruned positions."""
 
     weights: dict[str, Array]
     scores: dict[str, Array]

@@ -150,7 +150,7 @@ class _Inner:
         self.manifest = self._engine.manifest
 
     def add(self, batch: Batch, weights: Weights, gradients: Weights, teacher: Teacher | None) -> float:
-        """Return the loss on a batch with the whole network's ``weights``; add the gradients to ``gradients``."""
+        """Return the loss on a batch with the full network's ``weights``; add the gradients to ``gradients``."""
         specs = {spec.name: spec for spec in self.manifest.tensors if spec.name in weights}
         self._engine.load({name: self._narrowing.take(spec, weights[name]) for name, spec in specs.items()})
 

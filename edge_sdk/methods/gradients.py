@@ -154,7 +154,7 @@ def rehearsed(rehearsal: Rehearsal, engine: Engine, steps: int, samples: int | N
 
 
 class StepsEffort:
-    """``Effort`` of the whole model for a method's own steps. gradients: number per step of ``work``."""
+    """``Effort`` of the full model for a method's own steps. gradients: number per step of ``work``."""
 
     def __init__(self, rehearsal: Rehearsal, work: Callable[[Job], object], gradients: int) -> None:
         self._rehearsal = rehearsal

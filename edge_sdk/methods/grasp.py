@@ -5,7 +5,7 @@ Wang, Zhang, Grosse, ICLR 2020, arXiv:2002.07376. Removing weight i, δ = -θ_i,
 
     g = ∇F(θ),     H = ∇²F(θ),     score = θ ⊙ H g          with outputs (logits) divided by a temperature, 200,
 
-keeps the K = floor(density·n_w) largest scores of the whole network, and sends the received weights under that mask.
+keeps the K = floor(density·n_w) largest scores of the full network, and sends the received weights under that mask.
 Ordinary rounds are FedAvg's, or with a ``proximal_weight`` FedProx's.
 
 Choices beyond the paper and its code: F is the mean over all local samples, or over ``score_batches`` batches, and g is

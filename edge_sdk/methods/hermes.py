@@ -17,8 +17,8 @@ Choices beyond the paper:
 
 - The defaults of threshold and rate.
 - **Until a device has reached its budget, it trains a larger network, at first the whole one**.
-- If the whole model comes to a device with neurons, its last update was lost, and it prunes nothing in that round. If
-  its budget has grown, it begins anew with the whole network.
+- If the full model comes to a device with neurons, its last update was lost, and it prunes nothing in that round. If
+  its budget has grown, it begins anew with the full network.
 - Scores are sums of squares over the weights of layers that share their neurons. A late device prunes at once.
 """
 
@@ -136,7 +136,7 @@ def adapt(job: Job) -> DeviceState:
 
 
 def effort(rehearsal: Rehearsal, budget: float) -> Effort:
-    """Return the effort of rounds before the device has pruned: the whole network at any budget."""
+    """Return the effort of rounds before the device has pruned: the full network at any budget."""
     from ..engines.rehearsal import MaskedEffort
 
     once = rehearsal.settings.method_settings.get("pruning") == "once"

@@ -41,7 +41,7 @@ def sent_values(manifest: Manifest, received: Bundle | None, mask: Mask | None) 
 
 def merge(manifest: Manifest, personal: Tensors, received: Bundle | None, mask: NeuronMask | None) -> Tensors:
     """Return ŵ = where(m, w^t, w_k^t): a copy of ``personal`` with the values received under ``mask`` (FedSPU,
-    Algorithm 1). A payload of the whole model counts under ``mask`` only. Raises BundleError."""
+    Algorithm 1). A payload of the full model counts under ``mask`` only. Raises BundleError."""
     if received is None or is_whole(manifest, received):
         values: Array = pack(manifest, whole_model(manifest, received), mask)
     elif same_mask(received.mask, mask):
@@ -69,5 +69,5 @@ def mixed(personal: Tensors, received: Tensors, share: float) -> Tensors:
 
 
 def is_whole(manifest: Manifest, received: Bundle) -> bool:
-    """Return whether a payload has the whole model."""
+    """Return whether a payload has the full model."""
     return isinstance(received.mask, ElementMask) or received.values.size == manifest.shared_values

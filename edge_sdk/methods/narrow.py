@@ -1,6 +1,6 @@
 """Helpers of methods that train some neurons of each layer, in a narrow network without the others.
 
-Weights of dropped neurons are zero in every whole model that is kept, evaluated or exported, so that it computes the
+Weights of dropped neurons are zero in every full model that is kept, evaluated or exported, so that it computes the
 same as the narrow one.
 """
 
@@ -73,7 +73,7 @@ def train_narrow(
 
 @contextmanager
 def multiplied(engine: Engine, factors: Mapping[str, NDArray[np.float32]]) -> Iterator[None]:
-    """Multiply tensors of the model by ``factors``, by name; restore them on exit."""
+    """Multiply tensors of the model by ``factors``, name -> factor; restore them on exit."""
     tensors: dict[str, NDArray[Any]] = engine.read()
     engine.load({name: tensors[name] * factor for name, factor in factors.items()})
     try:

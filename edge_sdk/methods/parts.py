@@ -50,7 +50,7 @@ def train_part(job: Job, *, shared: bool) -> LocalResult:
 
 
 def send_shared(job: Job, result: LocalResult) -> Trained:
-    """Return the outcome of a round that keeps the whole model and sends its shared part."""
+    """Return the outcome of a round that keeps the full model and sends its shared part."""
     personal = job.engine.read()
     private = sum(spec.size for spec in job.manifest.tensors if spec.trainable and spec.policy == "personal")
     update = Update(pack(job.manifest, personal, None))

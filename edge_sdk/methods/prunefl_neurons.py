@@ -2,12 +2,12 @@
 
 Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas, IEEE TNNLS 2022, arXiv:1909.12326, with its importance of weights applied
 to neurons, and a network for each device. In its first round, and in rounds whose number ``adjust_interval`` divides, a
-device receives the whole model w and adds to the importance of neuron i of layer l
+device receives the full model w and adds to the importance of neuron i of layer l
 
     I_i ← I_i + mean over its mini-batches B of ‖(∇F(w; B))_l[i, ...]‖₂²
 
 Until the next such round it keeps the max(1, floor(p_k n)) best of each hidden group; it receives, trains, sends and is
-evaluated with w[A, A]. Importance takes one pass of the whole model, so a device needs memory for it.
+evaluated with w[A, A]. Importance takes one pass of the full model, so a device needs memory for it.
 
 ``importance = once`` is the form that FedSPU's paper compares (section 5.1): ‖(∇F(w; B))_l[i, ...]‖₂ on one mini-batch
 at the first participation chooses for the whole federation.
@@ -44,7 +44,7 @@ def score(weight: Weights, gradient: Weights) -> Weights:
 
 
 def train(job: Job) -> Trained:
-    """Train one round; if the whole model comes, accumulate importance and choose before."""
+    """Train one round; if the full model comes, accumulate importance and choose before."""
     if job.own(Settings).importance == "once":
         return train_chosen(job, score)
     manifest = job.manifest

@@ -1,4 +1,4 @@
-"""A model's forward pass as a graph of torch's operators, by torch.export."""
+"""A model's forward pass as a graph of torch's operators, traced with torch.export."""
 
 from __future__ import annotations
 

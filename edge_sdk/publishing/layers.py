@@ -82,7 +82,7 @@ class Layers:
             yield layer.model_copy(update={"input_error": "all"}) if vague else layer
 
     def recipes(self) -> dict[str, Recipe]:
-        """Return the default initialisation of the tensors of layers that run, by name."""
+        """Return the default initialisation of the tensors of layers that run: name -> initialisation."""
         return {
             f"{path}.{name}".lstrip("."): recipe
             for path in self._found

@@ -215,7 +215,7 @@ class ScaledError:
 
 
 def batched(parts: Mapping[str, Samples | None], batch_size: int) -> dict[str, Any]:
-    """Return the batches of a task's given parts, by field."""
+    """Return the batches of a task's given parts: field -> batches."""
     sizes = {"validation": EVALUATION_BATCH, "test": EVALUATION_BATCH}
     return {
         use: ArrayBatches(samples, sizes.get(use, batch_size)) for use, samples in parts.items() if samples is not None

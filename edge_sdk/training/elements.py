@@ -5,7 +5,7 @@
     ``Elements``     density up to 0.25          dense; the optimiser holds only the existing elements
     bits             above                       dense; the gradient is masked in place
 
-Dense kernels are faster than sparse ones unless nine weights in ten are zero (figures in docs/architecture.md).
+Dense kernels are faster than sparse ones unless nine weights in ten are zero (measured in docs/architecture.md).
 """
 
 from __future__ import annotations

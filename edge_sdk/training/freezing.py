@@ -43,7 +43,7 @@ class _Part:
 
     @property
     def gathers(self) -> bool:
-        """Whether the leaf's gradient is taken from the whole gradient."""
+        """Whether the leaf's gradient is taken from the full gradient."""
         return self.trained is not None and self.kernel is None
 
 

@@ -40,7 +40,7 @@ _compared: WeakKeyDictionary[nn.Module, set[tuple[int, ...]]] = WeakKeyDictionar
 class Narrow:
     """The network of the active neurons of ``model``, whose dropped neurons must be zero.
 
-    model: a smaller copy, or the whole model if all neurons are active. batches: samples for the comparison. Raises
+    model: a smaller copy, or the full model if all neurons are active. batches: samples for the comparison. Raises
     CannotNarrow.
     """
 
@@ -71,7 +71,7 @@ class Narrow:
             _compared[model].add(widths)
 
     def write_back(self) -> None:
-        """Copy the narrow network's values into the whole model."""
+        """Copy the narrow network's values into the full model."""
         if self.model is self._whole:
             return
         whole = self._whole.state_dict()

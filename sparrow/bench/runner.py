@@ -240,7 +240,7 @@ def _play(
 
 
 def _with_late(recorded: Recorded, found: Mapping[int, Evaluated]) -> Recorded:
-    """Add the results of new devices without a report, by index."""
+    """Add the results of new devices without a report: index -> result."""
 
     # A new device of DM-PFL catches up on the last common round, which has no evaluation, and does not adapt.
     def judged_late(device: DeviceResult) -> DeviceResult:

@@ -199,7 +199,10 @@ def _too_short(experiment: Experiment, run: MethodRun, idle: Sequence[str]) -> s
 
 
 def open_edges(tried: Iterable[Point], best: Point) -> dict[str, list[Value]]:
-    """Return the untried neighbours of the best values, by rate; beyond an edge, the next value by the last ratio."""
+    """Return the untried neighbours of the best values: setting -> values.
+
+    Beyond an edge, the last ratio gives the next value.
+    """
     points = list(tried)
     found: dict[str, list[Value]] = {}
     for key, value in best.items():

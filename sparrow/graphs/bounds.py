@@ -254,7 +254,7 @@ class Walk:
         return peak
 
     def _infer(self, node: NodeProto) -> dict[str, int]:
-        """Return the bytes of the node's outputs, by name."""
+        """Return the bytes of the node's outputs: name -> bytes."""
         values = self.values
         if node.op_type not in OPERATORS:
             raise SkeletonError(f"{named(node)}: this operator is not accepted; build forward of common layers")

@@ -1,6 +1,6 @@
-"""Graphs of narrow networks: training steps for only the active neurons, derived from the whole network's step.
+"""Graphs of narrow networks: training steps for only the active neurons, derived from the full network's step.
 
-The narrow graph computes the whole network's results if weights, biases, scales and shifts of dropped neurons are zero.
+The narrow graph computes the full network's results if weights, biases, scales and shifts of dropped neurons are zero.
 Values are *cut* along axes to the places of active neurons, by rules for operators:
 
     operators that treat neurons independently (activations, pooling, batch norm) have fewer neurons;
@@ -10,7 +10,7 @@ Values are *cut* along axes to the places of active neurons, by rules for operat
 
 The active neurons are inputs of the graph, so that one graph serves all masks of equal size: ``kept:LABEL`` the active
 places of an axis, int64 [kept]; ``places:LABEL`` the position of each place among these, or -1, int64 [whole]. Random
-numbers are drawn for the whole network, and cut.
+numbers are drawn for the full network, and cut.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ class Cutter:
         return self.node("Where", [self._done[key], spread, self._editor.keep(np.array(0, kind))])
 
     def _recomputed(self, name: str) -> str:
-        """Return a value of the whole network, recomputed from whole values."""
+        """Return a value of the full network, recomputed from whole values."""
         wanted = set[int]()
         waiting = [name]
         while waiting:
@@ -393,7 +393,7 @@ class Cutter:
         self._cuts[node.output[0]] = Cut(name, labels, zeros)
 
     def maker(self, name: str) -> onnx.NodeProto | None:
-        """Return the node of the whole graph that makes a value."""
+        """Return the node of the full graph that makes a value."""
         place = self._maker.get(name)
         return None if place is None else self._nodes[place]
 

@@ -78,7 +78,7 @@ class Editor:
             self._types[name] = array.dtype
 
     def shape(self, name: str) -> tuple[int | None, ...] | None:
-        """Return the lengths of a value's axes, or None if unknown."""
+        """Return the shape of a value, or None if unknown."""
         return self._shapes.get(name)
 
     def dtype(self, name: str) -> Any:
@@ -86,7 +86,7 @@ class Editor:
         return self._types[name]
 
     def know(self, name: str, shape: Sequence[int | None]) -> None:
-        """Record the lengths of a new value's axes."""
+        """Record the shape of a new value."""
         self._shapes[name] = tuple(shape)
 
     def constant(self, name: str) -> Any:

@@ -70,7 +70,7 @@ class Values:
         self.sizes[name] = math.prod(sizes) * BYTES[tensor.elem_type]
 
     def shape(self, name: str) -> list[int]:
-        """Return the lengths of a value's axes."""
+        """Return the shape of a value."""
         if name in self.pieces:
             return self._shape(self.pieces[name][0])
         return self._shape(self.types[name])

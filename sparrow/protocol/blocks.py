@@ -1,7 +1,7 @@
 """A model divided into blocks, and the selection of blocks within a budget (pFedGate, arXiv:2305.02776, section 5.2).
 
 A block is a run of one tensor's values in row-major order; blocks are numbered through the model, tensor after tensor.
-The first block of every tensor is always on; a knapsack over importances selects others, for the whole model or each
+The first block of every tensor is always on; a knapsack over importances selects others, for the full model or each
 group of layers.
 """
 

@@ -1,4 +1,4 @@
-"""Checkpoints: a whole model by name, as a plain safetensors file.
+"""Checkpoints: a full model by name, as a plain safetensors file.
 
 The metadata has one entry, ``sparrow``, a string (usually JSON): safetensors writes several entries in no fixed order,
 and the same model must give the same bytes.

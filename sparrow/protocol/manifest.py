@@ -314,7 +314,7 @@ class Manifest(Record):
 
     @cached_property
     def graphs(self) -> dict[GraphName, str]:
-        """SHA-256 digests of the model's graphs, by name."""
+        """SHA-256 digests of the model's graphs: name -> digest."""
         named: dict[GraphName, str | None] = {
             "skeleton": self.skeleton_sha256,
             "step": self.step_sha256,
@@ -325,7 +325,7 @@ class Manifest(Record):
 
     @cached_property
     def files(self) -> dict[FileName, str]:
-        """SHA-256 digests of the model's files, by name."""
+        """SHA-256 digests of the model's files: name -> digest."""
         named: dict[FileName, str | None] = {name: self.graphs[name] for name in self.graphs}
         named |= {"frozen": self.frozen_sha256, "first": self.first_sha256}
         return {name: digest for name, digest in named.items() if digest is not None}

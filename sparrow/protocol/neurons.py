@@ -164,7 +164,7 @@ class Narrowing:
 
 
 def narrowed(manifest: Manifest, mask: NeuronMask) -> Manifest:
-    """Return the manifest of the active neurons' network. Packed without a mask, it has the same values as the whole
+    """Return the manifest of the active neurons' network. Packed without a mask, it has the same values as the full
     model packed under ``mask``."""
     sizes = {name: len(index) for name, index in mask.active.items()}
     tensors = [{**spec.model_dump(), "shape": _narrow_shape(spec, sizes)} for spec in manifest.tensors]

@@ -54,7 +54,7 @@ def digest_of_values(values: Array) -> str:
 
 
 def digests_of(tensors: Mapping[str, Array]) -> dict[str, str]:
-    """Return the digest of each tensor's values, by name."""
+    """Return the digest of each tensor's values: name -> digest."""
     return {name: digest_of_values(tensor) for name, tensor in tensors.items()}
 
 

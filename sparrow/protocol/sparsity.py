@@ -414,7 +414,7 @@ def elect(tally: Reals, seats: int) -> Index:
 
 
 def weight_budget(manifest: Manifest, density: float) -> int:
-    """Return K = floor(density * n_w) for the whole network, at least one per tensor."""
+    """Return K = floor(density * n_w) for the full network, at least one per tensor."""
     return max(len(manifest.maskable), _floor(density * manifest.maskable_values))
 
 

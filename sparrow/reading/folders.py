@@ -147,7 +147,7 @@ def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _parts(root: Path, folders: list[Path], labelled: bool) -> dict[str, Path]:
-    """Return the parent folders of class folders, by use. Raises DataError."""
+    """Return the parent folders of class folders: use -> folder. Raises DataError."""
     uses = {folder.name.lower(): folder for folder in folders if folder.name.lower() in USES and _entries(folder)[0]}
     if not uses:
         return {"": root}

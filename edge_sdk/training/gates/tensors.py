@@ -86,7 +86,7 @@ class Channels:
         return whole if others is None else whole.index_copy_(0, self._off, others)
 
     def add(self, tensor: torch.Tensor, computed: torch.Tensor) -> None:
-        """Add to the computed channels of ``tensor`` along axis 1, by ranges, for speed."""
+        """Add to the computed channels of ``tensor`` along axis 1, in ranges for speed."""
         parts = torch.split_with_sizes(computed, [stop - start for start, stop in self.runs], 1)
         for (start, stop), part in zip(self.runs, parts, strict=True):
             tensor.narrow(1, start, stop - start).add_(part)

@@ -1,4 +1,4 @@
-"""The recorded trials of an experiment by point of the axes, and the figures of one trial."""
+"""The recorded trials of an experiment, grouped by point of the axes, and the results of one trial."""
 
 from __future__ import annotations
 

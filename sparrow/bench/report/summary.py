@@ -1,4 +1,4 @@
-"""The main figures as a text table for a terminal."""
+"""The main results as a text table for a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .idle import idle_lines
 
 
 def summary(experiment: Experiment, recorded: Sequence[Recorded]) -> str:
-    """Return the main figures as a text table with a line per label and point of the axes."""
+    """Return the main results as a text table with a line per label and point of the axes."""
     found = groups(experiment, recorded)
     first = experiment.methods[0].label
     head = ["", "accuracy, %", "worst tenth, %", f"{first} minus it, points", "up, MB", "down, MB", "device seconds"]

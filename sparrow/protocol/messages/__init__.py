@@ -1,4 +1,4 @@
-"""Every request and response of the HTTP contract, version 1, by area.
+"""Every request and response of the HTTP contract, version 1, with a module for each area.
 
 Messages check themselves on creation. Answers ignore unknown fields, because one side may be newer; requests refuse
 them, so that misspelt settings are reported.

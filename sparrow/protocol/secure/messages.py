@@ -45,7 +45,7 @@ class Keys(_Said):
 
 
 class Shares(_Said):
-    """Shares of a device's two secrets, sealed for each neighbour, by name."""
+    """Shares of a device's two secrets: neighbour -> sealed shares."""
 
     sealed: dict[Name, Sealed] = Field(max_length=MOST_PEERS)
 
