@@ -40,7 +40,7 @@ class PowerModel:
 
     @classmethod
     def parse(cls, text: str) -> "PowerModel":
-        """Parse a model such as "2.3:6.4": idle watts and full-load watts. Raises BadFigures."""
+        """Parse a model such as "2.3:6.4": idle watts and full-load watts. Raises BadFigures if it is malformed."""
         # The clock is ignored: the measured full load already includes its clock.
         try:
             idle, full = (float(part) for part in text.split(":"))

@@ -24,7 +24,7 @@ class PowerMode:
 
 
 def power_mode(system: System) -> PowerMode:
-    """Return the current mode, from nvpmodel's files, or else from its command. Raises ReadError."""
+    """Return the current mode, from nvpmodel's files, or else from its command. Raises ReadError if neither works."""
     try:
         return _mode_of_files(system.files)
     except ReadError:

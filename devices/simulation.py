@@ -76,7 +76,7 @@ def load_boards(text: str) -> tuple[Board, ...]:
     """Return boards by name (``pi4b,pi5``), or from a TOML file with a ``[[board]]`` table per board.
 
     A table has ``name``, ``gflops`` (reached in training), ``idle_watts``, ``max_watts``, and optionally ``cores``,
-    ``memory_mib`` and ``mbit_per_second``. Raises BadFigures.
+    ``memory_mib`` and ``mbit_per_second``. Raises BadFigures if the file is invalid.
     """
     if text.endswith(".toml"):
         return _read(Path(text))

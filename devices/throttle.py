@@ -22,7 +22,7 @@ _ALERTS = ("throttle-alert", "hot-surface-alert")
 
 
 def throttle_word(system: System) -> int:
-    """Return a Pi's throttle flags from its firmware, or else from the kernel. Raises ReadError."""
+    """Return a Pi's throttle flags from its firmware, or else from the kernel. Raises ReadError if neither works."""
     try:
         text = system.commands.text(["vcgencmd", "get_throttled"])
     except ReadError as failure:

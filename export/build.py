@@ -40,7 +40,7 @@ class Built:
 
 
 def dense(source: Source) -> ModelProto:
-    """Return the personal model as trained, in fp32. Raises ExportError."""
+    """Return the personal model as trained, in fp32. Raises ExportError if it cannot be built."""
     filled = fill(source.skeleton, source.manifest, source.tensors, metadata=source.properties())
     return onnx.load_from_string(filled)
 

@@ -81,10 +81,10 @@ def export_model(
 ) -> Report:
     """Write the export of ``source`` to ``output`` if its predictions equal the reference's.
 
-    plain: the ``dense`` model of ``source``. samples: for calibration and accuracy; raw if there is a preparation.
-    reference: model to compare with; by default the dense model, on samples and random inputs. doing: called with the
-    name of each step. A failed export leaves ``output`` unchanged. Raises ExportError; NotTheSame if predictions
-    differ.
+    plain: the ``dense`` model of ``source``. samples: samples for calibration and accuracy; raw if there is a
+    preparation. reference: model to compare with; by default the dense model, on samples and random inputs. doing:
+    called with the name of each step. A failed export leaves ``output`` unchanged. Raises ExportError; NotTheSame if
+    predictions differ.
     """
     front = _Front.of(source, options)
     if output.is_dir():

@@ -57,9 +57,9 @@ def gated_model(
     """Build the gated model of a pFedGate device, for batches of any size.
 
     manifest: the federation's, with its table of blocks. own: the arrays of the device's state. settings: all settings
-    of the method. budget: in (0, 1]. personal: the state's model, needed for tensors that are never sent.
-    largest_table: limit of the exact solution, see ``selection``. Raises SkeletonError, and ExportError if state,
-    settings and manifest do not belong together or no block fits the budget.
+    of the method. budget: the device's, in (0, 1]. personal: the state's model, needed for tensors that are
+    never sent. largest_table: limit of the exact solution, see ``selection``. Raises SkeletonError, and ExportError if
+    state, settings and manifest do not belong together or no block fits the budget.
     """
     table = _table(manifest)
     missing = [name for name in ("model", "static") if name not in own]

@@ -42,8 +42,8 @@ class Figures:
 
 @dataclass(frozen=True)
 class Report:
-    """An export and the dense export. samples: number of labelled samples. notes: on other modes and precisions
-    tried.
+    """An export and the dense export. samples: number of labelled samples. notes: remarks on other modes and
+    precisions.
     """
 
     path: str

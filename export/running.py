@@ -21,7 +21,10 @@ CHUNK = 256
 
 
 def load(model: bytes | Path, threads: int = 0) -> Any:
-    """Return a CPU session of a model. threads: 0 for ONNX Runtime's choice. Raises ExportError, MissingPart."""
+    """Return a CPU session of a model.
+
+    threads: 0 for ONNX Runtime's choice. Raises ExportError if it does not load, MissingPart without ONNX Runtime.
+    """
     onnxruntime = runtime()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -65,7 +68,10 @@ def first_of(samples: Raws, count: int) -> Raws:
 
 
 def predict(path: Path, inputs: Raws, at_once: int) -> Array:
-    """Return a file's outputs [N, ...], computed in batches of at most ``at_once``. Raises ExportError."""
+    """Return a file's outputs [N, ...], computed in batches of at most ``at_once``.
+
+    Raises ExportError if it does not run.
+    """
     return run(load(path), inputs, at_once)
 
 

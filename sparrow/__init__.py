@@ -53,7 +53,7 @@ LIGHT = ("Client", "DeviceProgress", "SdkError")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of ``__all__`` from its module. Raises CannotTrain."""
+    """Import a name of ``__all__`` from its module. Raises CannotTrain if this device lacks the packages to train."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name not in LIGHT:

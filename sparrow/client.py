@@ -112,7 +112,7 @@ class Client:
         return self._about(name, self._calls.devices)
 
     def device(self, device_id: str) -> DeviceHistory:
-        """Return a device and its work, newest first. device_id: from ``devices``."""
+        """Return a device and its work, newest first. device_id: an id from ``devices``."""
         return self._calls.device(_id(device_id))
 
     def models(self, name: str) -> list[ModelInfo]:
@@ -149,7 +149,7 @@ class Client:
 
 
 def _id(device_id: str) -> str:
-    """Check a device's id. Raises BadArgument."""
+    """Check a device's id. Raises BadArgument if it is malformed."""
     if not isinstance(device_id, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", device_id):
         raise BadArgument(f"{device_id!r} is not a device's id; give the device_id of one of devices(federation)")
     return device_id

@@ -114,7 +114,10 @@ def run_limited(
 def _wait(
     process: subprocess.Popen[bytes], deadline: float, seconds: float, stop: threading.Event | None
 ) -> tuple[bytes, bytes]:
-    """Wait for the process and return its output and error output. Raises TookTooLong, Stopped."""
+    """Wait for the process and return its output and error output.
+
+    Raises TookTooLong after the deadline, Stopped if ``stop`` was set.
+    """
     while True:
         try:
             return process.communicate(timeout=max(0.0, min(LOOK_SECONDS, deadline - time.monotonic())))

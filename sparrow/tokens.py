@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _wanted(options: argparse.Namespace) -> CreateToken:
-    """Return the token that the options describe. Raises WrongUsage."""
+    """Return the token that the options describe. Raises WrongUsage if they are invalid."""
     try:
         return CreateToken(
             kind=options.kind,

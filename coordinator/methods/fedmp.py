@@ -124,7 +124,7 @@ def times_of(history: Sequence[Participation], situation: Situation) -> list[flo
 
 
 def next_ratio(plays: Sequence[Play], budget: float, chance: float, rules: FedMPSettings) -> float:
-    """Return the next ratio of a device's bandit. plays: its own, in order; chance: in (0, 1]."""
+    """Return the next ratio of a device's bandit. plays: its own, in order; chance: a random number in (0, 1]."""
     least = min(rules.smallest_ratio, budget)
     regions = [(least, budget)]
     for ratio, _ in plays:

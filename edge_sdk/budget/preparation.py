@@ -102,7 +102,10 @@ class Preparation:
     def __call__(
         self, task: Task, manifest: Manifest, info: FederationInfo, rehearse: Rehearse = rehearse_torch
     ) -> Prepared:
-        """Choose compute and budget. rehearse: constructor of rehearsals. Raises DoesNotFit."""
+        """Choose compute and budget.
+
+        rehearse: constructor of rehearsals. Raises DoesNotFit if memory is too short for the budget.
+        """
         task = task.on(task.compute)
         settings = info.settings
         limit = partial(self._limit, task.compute.device)

@@ -290,7 +290,7 @@ class BudgetController:
     def reassess(self, deadline: float, *, hot: bool = False) -> bool:
         """Choose again after a round; return True if the choice changed.
 
-        deadline: in seconds. hot: the device paused for heat or throttling; take the next smaller budget.
+        deadline: the round's, in seconds. hot: the device paused for heat or throttling; take the next smaller budget.
         """
         before = self.choice
         limits = self._limits(deadline)

@@ -28,7 +28,10 @@ SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Export:
-    """An exported file. steps: passes that made it smaller. max_difference: from ``engine``, on ``samples`` samples."""
+    """An exported file.
+
+    steps: passes that made it smaller. max_difference: largest difference from ``engine`` on ``samples`` samples.
+    """
 
     path: Path
     bytes: int

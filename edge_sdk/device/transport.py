@@ -220,7 +220,7 @@ class Transport(Connection):
         """Wait up to ``wait_seconds`` for work. Return the assignment, or None and the requested pause in seconds.
 
         mask, model: digests of the mask that this device holds and of the global model that it can rebuild. Raises
-        FederationOver.
+        FederationOver after the last round.
         """
 
         def read(answer: httpx.Response) -> tuple[messages.Assignment | None, float]:

@@ -286,7 +286,7 @@ class Paused(SdkError):
 class WatchedWork:
     """Work under a watchdog: pause between steps, and return the work if it would be late.
 
-    deadline: on the watchdog's clock, including ``reserve`` seconds to send the answer.
+    deadline: time on the watchdog's clock, including ``reserve`` seconds to send the answer.
     """
 
     def __init__(

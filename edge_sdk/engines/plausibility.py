@@ -201,7 +201,7 @@ class _Probe:
         return math.isfinite(self._loss) and all(map(math.isfinite, self._norms.values()))
 
     def judge(self, divisions: int = 0) -> bool:
-        """Return True if a wrong gradient would be detected. Raises ImplausibleStep."""
+        """Return True if a wrong gradient would be detected. Raises ImplausibleStep if one is."""
         return not self._moving or self._judge(self._moving, divisions)
 
     def _judge(self, names: Sequence[str], divisions: int) -> bool:

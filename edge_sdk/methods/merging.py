@@ -41,7 +41,7 @@ def sent_values(manifest: Manifest, received: Bundle | None, mask: Mask | None) 
 
 def merge(manifest: Manifest, personal: Tensors, received: Bundle | None, mask: NeuronMask | None) -> Tensors:
     """Return ŵ = where(m, w^t, w_k^t): a copy of ``personal`` with the values received under ``mask`` (FedSPU,
-    Algorithm 1). A payload of the full model counts under ``mask`` only. Raises BundleError."""
+    Algorithm 1). A payload of the full model counts under ``mask`` only. Raises BundleError if there is no payload."""
     if received is None or is_whole(manifest, received):
         values: Array = pack(manifest, whole_model(manifest, received), mask)
     elif same_mask(received.mask, mask):

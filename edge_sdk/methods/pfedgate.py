@@ -96,7 +96,7 @@ def effort(rehearsal: Rehearsal, budget: float) -> Effort:
 
 
 def train(job: Job) -> Trained:
-    """Train one round. Raises BudgetTooSmall."""
+    """Train one round. Raises BudgetTooSmall if no gate fits the budget."""
     if job.planned("dense", 1):
         return _train_dense(job)
     received = newest_model(job)

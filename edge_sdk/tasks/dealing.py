@@ -38,7 +38,10 @@ class Partition(Protocol):
     """Protocol of partitions, with the entry point ``sparrow.partitions``."""
 
     def __call__(self, labels: Array, people: Array | None, *, of: int, seed: int, **options: float) -> list[Index]:
-        """Return each device's indices, sorted, without repeats, identical on every machine. Raises DataError."""
+        """Return each device's indices, sorted, without repeats, identical on every machine.
+
+        Raises DataError if samples are too few.
+        """
 
 
 @dataclass(frozen=True)

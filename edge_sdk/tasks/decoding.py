@@ -57,7 +57,7 @@ def kept_array(
 ) -> Array:
     """Return the cached array of this ``name``, mapped; ``fill`` makes it if it is missing.
 
-    content: description for messages. Raises DataError.
+    content: description for messages. Raises DataError if the cache folder cannot be written.
     """
     path = cache_folder() / f"{name}.npy"
     if not path.exists():

@@ -41,7 +41,7 @@ class Narrow:
     """The network of the active neurons of ``model``, whose dropped neurons must be zero.
 
     model: a smaller copy, or the full model if all neurons are active. batches: samples for the comparison. Raises
-    CannotNarrow.
+    CannotNarrow if the results differ or a layer cannot be narrowed.
     """
 
     def __init__(self, model: nn.Module, manifest: Manifest, mask: NeuronMask, batches: Iterable[Batch] | None) -> None:

@@ -79,7 +79,7 @@ INTERRUPTED = "interrupted; the same command with --resume continues"
 
 
 def recorded_in(file: Path, command: str) -> list[Recorded]:
-    """Return the last rows of each trial in a file. Raises FileNotFoundError."""
+    """Return the last rows of each trial in a file. Raises FileNotFoundError if it is missing."""
     recorded = rows.read(file)
     if not recorded:
         raise FileNotFoundError(f"{file} has no results; run `{command}` first")
@@ -89,7 +89,10 @@ def recorded_in(file: Path, command: str) -> list[Recorded]:
 def prepared(
     options: argparse.Namespace, experiment: Experiment, folder: Path
 ) -> tuple[Experiment, Where, dict[str, Any]]:
-    """Return the experiment with the chosen engine, and the arguments of ``runner.run``. Raises WrongUsage."""
+    """Return the experiment with the chosen engine, and the arguments of ``runner.run``.
+
+    Raises WrongUsage if options contradict.
+    """
     _check_asked(options, experiment)
     asked = options.engine or experiment.engine
     engine, compute = choose_compute(asked, options.accelerator or PROCESSOR, None, bfloat16=False)

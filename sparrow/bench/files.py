@@ -19,7 +19,7 @@ def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[
 
     data: a folder of npz files or tables, or of folders with a folder per class; a pattern such as ``data/*.npz``; or
     a path with ``{index}`` (0, 1, ...) or ``{name}`` (device-0, device-1, ...). Only the task npz has such files.
-    Raises DataError, NoData.
+    Raises DataError if they are too few, NoData if there is none.
     """
     if task != OWN or not data:
         return ()

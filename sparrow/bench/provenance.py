@@ -48,7 +48,7 @@ class Provenance:
 
 
 def provenance(threads: int) -> Provenance:
-    """Return the provenance of this process. threads: per training device."""
+    """Return the provenance of this process. threads: number of threads of a training device."""
     commit, changes = state_of(ROOT)
     processor, flags = _of_processor()
     return Provenance(commit, changes, _packages(), processor, flags, threads)

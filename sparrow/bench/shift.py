@@ -111,8 +111,7 @@ def judge(
     devices: Sequence[int] | None = None,
 ) -> list[list[Evaluated]]:
     """Return the results of ``devices`` (by default those that trained) by test set, each given as ``Plan.data``.
-
-    Raises DataError, KeyboardInterrupt.
+    Raises DataError if data cannot be read, KeyboardInterrupt.
     """
     number = 1 if plan.compute.device != PROCESSOR else processes or os.cpu_count() or 1
     devices = range(plan.devices) if devices is None else devices

@@ -123,7 +123,10 @@ def _check_mel(node: NodeProto, values: Values) -> None:
 
 
 def _transforms(node: NodeProto, values: Values) -> tuple[int, int]:
-    """Return the length and the number of a node's transforms. Raises SkeletonError."""
+    """Return the length and the number of a node's transforms.
+
+    Raises SkeletonError if the length is unknown or too large.
+    """
     shape = _shape_of(node, values, 0)
     length = _constant_of(node, values, 3 if node.op_type == "STFT" else 1)
     if node.op_type == "STFT":

@@ -194,7 +194,7 @@ def decode(
     """Read and check a bundle of ``manifest``: size, header, digest, mask, counts, types, finite, in this order.
 
     known: the mask of elements that this side has. intact: the digest of these bytes was already checked. Raises
-    BundleError.
+    BundleError if they are not a valid bundle for the manifest.
     """
     buffer = memoryview(body).cast("B")
     header, start = _read_header(buffer)

@@ -26,7 +26,7 @@ def axes_of(
     """Return the letters of one sample's axes; "" for rows, or if they need not be known.
 
     given: the option ``axes``. shape: shape of the model's inputs, in a federation without a preparation. Raises
-    DataError.
+    DataError if the option and the file do not match.
     """
     if given is not None and len(given) != array.ndim:
         raise DataError(f"{called} has shape {array.shape}, but axes={given} names {len(given)} axes; name each once")

@@ -35,7 +35,7 @@ MOST_SAMPLES = 10_000_000
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """The options above. Raises BadOption."""
+    """The options above. Raises BadOption for an invalid value."""
 
     label: str | None = None
     target: Literal["class", "number"] | None = None

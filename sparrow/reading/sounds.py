@@ -254,7 +254,7 @@ def _mono(frames: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _look(path: Path, *, whole: bool) -> _Sound:
-    """Decode a file in blocks. whole: it is one sample. Raises DataError."""
+    """Decode a file in blocks. whole: the file is one sample. Raises DataError if it cannot be decoded."""
     frames = 0
     loudest = 0.0
     silent = True

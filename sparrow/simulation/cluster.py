@@ -154,7 +154,10 @@ def run_on_ray(
 
 
 def _connect(address: str, workers: int | None) -> Any:
-    """Return the module ray, connected. Raises BadArgument, MissingPart."""
+    """Return the module ray, connected.
+
+    Raises BadArgument if the cluster cannot be reached, MissingPart without ray.
+    """
     # ray reads them when it is imported
     for key, text in SETTINGS.items():
         os.environ.setdefault(key, text)

@@ -87,8 +87,9 @@ def run_fleet(
 
     server: the coordinator's address. app: alternatively its ASGI application, run in this process. engine: auto takes
     ONNX Runtime if the federation has a graph of its training step and ``plan`` does not need PyTorch. processes:
-    number of devices that work at once, by default one per core, on an accelerator one. state_dir, in_memory, adapt: as
-    in ``simulate``. interrupted: called before each step and at least every ``LOOK_SECONDS``; True acts as Ctrl-C.
+    number of devices that work at once, by default one per core, on an accelerator one. state_dir, in_memory, adapt:
+    the options of ``simulate``. interrupted: called before each step and at least every ``LOOK_SECONDS``; True acts as
+    Ctrl-C.
 
     Raises SdkError, and KeyboardInterrupt after every device has finished its step.
     """
@@ -143,7 +144,7 @@ def check_run(engine: EngineChoice, plan: Plan, processes: int | None) -> None:
 
 
 def _chosen(asked: EngineChoice, plan: Plan, known: Known, first: Task) -> EngineName:
-    """Return the engine for the devices of ``plan``. Raises CannotTrain."""
+    """Return the engine for the devices of ``plan``. Raises CannotTrain if none is installed."""
     task = replace(first, compute=plan.compute)
     return choose_engine(asked if plan.budgets else "torch", task, known.manifest, known.info.method)
 

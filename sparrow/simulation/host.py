@@ -149,7 +149,7 @@ class TorchTrainer:
     """Training with PyTorch.
 
     first: any device's task, checked against the manifest. values: values of frozen tensors, and initial values of
-    tensors that stay on devices. Raises BadArgument, ManifestError.
+    tensors that stay on devices. Raises BadArgument, and ManifestError if the model does not fit.
     """
 
     def __init__(self, first: Task, known: Known, compute: Compute, values: Tensors) -> None:

@@ -49,8 +49,8 @@ class SimulationOptions:
 
     new: number of additional devices that only adapt the finished model. boards: boards whose seconds and joules the
     devices report, assigned in equal parts, in order. engine: auto, torch or onnx. accelerator, bfloat16, local_noise,
-    local_clip, patience_seconds, trust: as in ``JoinOptions``. processes: number of devices that work at once, by
-    default one per core. ray, workers: address of a Ray cluster, and its number of workers. in_memory: keep state in
+    local_clip, patience_seconds, trust: the options of ``JoinOptions``. processes: number of devices that work at once,
+    by default one per core. ray, workers: address of a Ray cluster, and its number of workers. in_memory: keep state in
     memory and discard it at the end. adapt: let devices without a personal model fetch the finished one.
     """
 
@@ -203,7 +203,10 @@ def _several(values: Any) -> Sequence[Any]:
 
 
 def _own_coordinator(folder: Path) -> Any:
-    """Return a coordinator's application without federations. Raises MissingPart."""
+    """Return a coordinator's application without federations.
+
+    Raises MissingPart if the coordinator's packages are not installed.
+    """
     main, settings = (installed(f"sparrow.coordinator.{name}", "coordinator") for name in ("main", "settings"))
     return main.create_app(settings.Settings(data_dir=folder, default_task="", log_level="ERROR"))
 

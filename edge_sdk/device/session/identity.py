@@ -32,7 +32,10 @@ BRIEFLY = 3.0
 
 
 class Identified:
-    """A device with a name, keys and possibly a token. Raises StateError, Refused, Unreachable."""
+    """A device with a name, keys and possibly a token.
+
+    Raises StateError, Refused if the coordinator rejects it, Unreachable.
+    """
 
     def __init__(self, device: Device, options: SessionOptions) -> None:
         transport = device.transport
@@ -75,7 +78,7 @@ class Identified:
         return Start(id=start, after=before, take_over=self._options.take_over)
 
     def _register(self) -> None:
-        """Register this start again. Raises StateCopied."""
+        """Register this start again. Raises StateCopied if another copy has started since."""
         *before, start = self.identity.starts
         self._tell(ChangeDevice(start=Start(id=start, after=tuple(before), again=True)))
 

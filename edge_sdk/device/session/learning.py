@@ -236,7 +236,7 @@ class Learning(Identified):
             self.skeleton()
 
     def _graph(self, name: GraphName) -> bytes:
-        """Return the manifest's graph, downloaded once. Raises GraphError."""
+        """Return the manifest's graph, downloaded once. Raises GraphError if it is refused."""
         file = personal.graph_file(name)
         wanted = self.manifest.graphs.get(name)
         graph = self.folder.cached(file)
@@ -255,7 +255,10 @@ class Learning(Identified):
         return {name: tensor for name, tensor in self.engine.read().items() if name not in shared}
 
     def _check_step(self, job: Job) -> None:
-        """Before the first training, compare a published step's gradients with its loss. Raises ImplausibleStep."""
+        """Before the first training, compare a published step's gradients with its loss.
+
+        Raises ImplausibleStep if they differ.
+        """
         if self._step_checked or not self._own_graphs:
             return
         # Imported here, because PyTorch's engine needs no ONNX Runtime.
