@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Iterable
 from typing import Any
 
@@ -71,7 +72,11 @@ def _run(options: argparse.Namespace) -> None:
                 json.dumps(one or [each.model_dump(mode="json") for each in found if isinstance(each, FederationInfo)])
             )
         elif isinstance(found, FederationInfo):
-            more = f", {_which(found)}" if options.command == "rollback" else ""
+            more = ""
+            if options.command == "rollback":
+                more = f", {_which(found)}"
+            elif options.command == "set":
+                more = f"; {_changed(found, dict(options.settings))}"
             print(describe(found) if options.command == "show" else f"{_line(found)}{more}")
         elif found is not None:
             print(as_table(found) if found else NONE)
@@ -163,6 +168,13 @@ def _which(info: FederationInfo) -> str:
     if info.rollback_version is not None:
         return f"model {info.model_version}; goes back to model {info.rollback_version} when the open round has closed"
     return f"model {info.model_version}"
+
+
+def _changed(info: FederationInfo, names: Iterable[str]) -> str:
+    """Return the settings of these names as arguments of a shell."""
+    settings = info.settings.model_dump(mode="json")
+    values = {name: "" if settings[name] is None else settings[name] for name in names}
+    return printable(" ".join(shlex.quote(f"{name}={value}") for name, value in values.items()))
 
 
 def _delete(options: argparse.Namespace, transport: Transport) -> None:

@@ -185,7 +185,9 @@ def test_a_federation_is_made_steered_and_looked_at(sparrow, fails, night, lab):
     for action, status in (("pause", "paused"), ("resume", "waiting"), ("stop", "stopped"), ("reopen", "waiting")):
         code, out, _ = sparrow("federation", action, "made", *server, *(["--yes"] if action == "stop" else []))
         assert (code, out.startswith(f"made: {status}")) == (0, True), out
-    assert sparrow("federation", "set", "made", "rounds=9", *server)[0] == 0
+    words = ("rounds=9", "cohort=2", "purpose=To read digits")
+    _, out, _ = sparrow("federation", "set", "made", *words, *server)
+    assert out == "made: waiting, round 0 of 9; rounds=9 cohort=2 'purpose=To read digits'\n"
     _, out, _ = sparrow("federation", "show", "made", *server)
     assert ["rounds", "9"] in [line.split() for line in out.splitlines()]
     assert '"proximal_weight": 0.5' in out
