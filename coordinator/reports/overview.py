@@ -267,7 +267,11 @@ def _failures(db: Session, federation: Federation) -> Iterable[Notice]:
     ).all()
     for name, status, why, since, _ in rows:
         cause, remedy = _explained(why or "")
-        text = f"{name} could not join: {cause}" if status == "not_joined" else f"{name}: {cause}"
+        text = f"{name}: {cause}"
+        if status == "not_joined":
+            text = f"{name} could not join: {cause}"
+            advice = f"If it will not join again: sparrow device remove {federation.name} {name}."
+            remedy = advice if remedy is None else f"{remedy} {advice}"
         yield Notice(kind="failed", text=text, since=since and iso(since), remedy=remedy)
     if rows and (more := rows[0][4] - len(rows)) > 0:
         yield Notice(kind="failed", text=f"Other devices whose work fails: {more}")

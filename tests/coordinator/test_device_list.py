@@ -309,7 +309,9 @@ def test_a_device_that_could_not_join_is_listed_with_its_reason_and_takes_no_par
     coordinator.rounds.advance()
     assert (coordinator.info().status, coordinator.info().devices) == ("waiting", 2)
     overview = coordinator.overviews.look("f")
-    assert f"small could not join: {FAILURES['no-memory'].cause}" in [each.text for each in overview.notices]
+    (notice,) = (each for each in overview.notices if each.kind == "failed")
+    assert notice.text == f"small could not join: {FAILURES['no-memory'].cause}"
+    assert notice.remedy.endswith(" If it will not join again: sparrow device remove f small.")
     assert (overview.doing[Doing.not_joined], overview.failing) == (1, 1)
     assert "small" in lists.states("f", 10).names
 
@@ -327,6 +329,14 @@ def test_a_device_that_could_not_join_joins_later_and_its_failure_is_over(begin)
     assert (of(lists, "small").doing, of(lists, "small").failure) == (Doing.ready, None)
     coordinator.rounds.advance()
     assert coordinator.info().status == "running"
+
+
+def test_a_device_that_could_not_join_can_be_removed(begin):
+    coordinator, _, lists = begin()
+    enrolled = tells(coordinator, "small", "no-memory")
+    coordinator.devices.remove(enrolled.device_id)
+    assert "small" not in [each.name for each in lists.list("f")[0]]
+    assert [each for each in coordinator.overviews.look("f").notices if each.kind == "failed"] == []
 
 
 def test_the_name_of_a_device_that_could_not_join_stays_free(begin):
