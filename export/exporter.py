@@ -96,16 +96,23 @@ def export_model(
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as folder:
         export = Path(folder) / "export.onnx"
         dense = Path(folder) / "dense.onnx"
-        dense.write_bytes(front.before(plain).SerializeToString(deterministic=True))
+        # Written like the export, so that the two sizes are comparable.
+        unchanged = build(source, plain, "dense", "fp32", None, dynamic=lambda: plain)
+        dense.write_bytes(front.written(unchanged.model))
         at_once = front.at_once(samples_at_once(plain, CHUNK))
         if reference is None:
             inputs = front.parity_inputs(plain, samples)
-            reference = Reference("the dense model", inputs, predict(dense, inputs, at_once))
+            # With the operators of the skeleton, so that the comparison covers their translation.
+            original = Path(folder) / "original.onnx"
+            original.write_bytes(front.before(plain).SerializeToString(deterministic=True))
+            reference = Reference("the dense model", inputs, predict(original, inputs, at_once))
         elif not front.composes:
             reference = replace(reference, inputs=front.prepared(reference.inputs))
         if not front.composes and samples is not None:
             samples = front.prepared_samples(samples)
-        built, parity, notes = _smallest(source, plain, export, options, samples, reference, at_once, doing, front)
+        built, parity, notes = _smallest(
+            source, plain, export, options, samples, reference, at_once, doing, front, dense.stat().st_size
+        )
         mine, theirs = (_figures(path, samples, at_once) for path in (export, dense))
         _check_accuracy(built, mine, theirs, options.accuracy_limit)
         if options.measured:
@@ -154,6 +161,11 @@ class _Front:
         bare.metadata_props.extend(kept)
         return bare
 
+    def written(self, model: ModelProto) -> bytes:
+        """Return the content of the file for a built model."""
+        content: bytes = older(self.before(model)).SerializeToString(deterministic=True)
+        return content
+
     def prepared(self, raw: Raws) -> Array:
         return np.asarray(raw) if self.preparer is None else self.preparer(raw)
 
@@ -183,8 +195,9 @@ def _smallest(
     at_once: int,
     doing: Callable[[str], object],
     front: _Front,
+    dense_bytes: int,
 ) -> tuple[Built, Parity, tuple[str, ...]]:
-    """Write the requested mode, or the first mode with the same predictions. Return notes on modes that failed."""
+    """Write the requested mode, or the smallest one with the same predictions. Return notes on modes that failed."""
     modes: tuple[Mode, ...] = (options.mode or "packed",)
     if options.mode is None and options.precision == "fp32":
         modes = ("packed", "dense")
@@ -202,10 +215,11 @@ def _smallest(
                 accuracy_limit=options.accuracy_limit,
                 doing=doing,
             )
-            if not built.steps and mode != modes[-1]:
+            content = front.written(built.model)
+            if mode != modes[-1] and len(content) >= dense_bytes:
                 # the dense model is as small
                 continue
-            path.write_bytes(older(front.before(built.model)).SerializeToString(deterministic=True))
+            path.write_bytes(content)
             doing("comparing")
             return built, _check_parity(path, built, reference, at_once), tuple(notes)
         except ExportError as error:
