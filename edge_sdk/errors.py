@@ -120,6 +120,8 @@ class NoGlobalModel(NotFound):
 class NameTaken(Refused):
     """A federation or device of this name exists."""
 
+    exit_code = Exit.USAGE
+
 
 class DifferentFederation(Refused):
     """The federation of this name differs; the text lists the differences."""

@@ -15,7 +15,7 @@ class DataError(SdkError):
 
 
 class BadOption(DataError):
-    """Raised for an option of the data that is wrong for any data."""
+    """Raised for a wrong or missing option of the data, and for a column that is not there."""
 
     exit_code = Exit.USAGE
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..command_line.nearest import nearest
 from ..protocol.preparation import MOST_COLUMNS, Preparation
-from .errors import DataError
+from .errors import BadOption, DataError
 from .numbers import number
 from .options import ReadOptions, Wanted
 from .samples import plural, some
@@ -153,7 +153,7 @@ def _check_names(source: str, names: Sequence[str]) -> None:
 def _named(source: str, key: str, name: str, names: Sequence[str]) -> int:
     place = find(name, names)
     if place is None:
-        raise DataError(f"{source}: {key}={name}{nearest(name, names)}, but {columns_of(names)}; correct {key}=")
+        raise BadOption(f"{source}: {key}={name}{nearest(name, names)}, but {columns_of(names)}; correct {key}=")
     return place
 
 
@@ -161,7 +161,7 @@ def _wanted(source: str, name: str, names: Sequence[str], kept: Sequence[int], s
     place = find(name, names)
     if place is None or place not in kept:
         left_out = " after drop=" if place is not None else ""
-        raise DataError(
+        raise BadOption(
             f"{source}: has no column {name}{left_out}{nearest(name, names) if place is None else ''}, which the "
             f"federation uses; {columns_of(names)}"
         )
@@ -173,7 +173,7 @@ def _wanted(source: str, name: str, names: Sequence[str], kept: Sequence[int], s
 def find_label(
     source: str, names: Sequence[str], kept: Sequence[int], options: ReadOptions, wanted: Wanted
 ) -> int | None:
-    """Return the position of the labels among ``kept``. Raises DataError if they are required and missing."""
+    """Return the position of the labels among ``kept``. Raises BadOption if they are required and missing."""
     name = options.label or (wanted.targets.column if wanted.targets else None)
     if name is None:
         return _usual_label(source, names, kept, wanted.labelled)
@@ -184,8 +184,8 @@ def find_label(
         return None
     given = f"label={name}" if options.label else f"the federation's labels are called {name}"
     if place is not None:
-        raise DataError(f"{source}: {given}, but that column is a feature or dropped; correct label= or drop=")
-    raise DataError(f"{source}: {given}{nearest(name, names)}, but {columns_of(names)}; name the column: label=NAME")
+        raise BadOption(f"{source}: {given}, but that column is a feature or dropped; correct label= or drop=")
+    raise BadOption(f"{source}: {given}{nearest(name, names)}, but {columns_of(names)}; name the column: label=NAME")
 
 
 def _usual_label(source: str, names: Sequence[str], kept: Sequence[int], labelled: bool) -> int | None:
@@ -197,12 +197,12 @@ def _usual_label(source: str, names: Sequence[str], kept: Sequence[int], labelle
         found = [place for place in found if folded_names[place] != "y"]
     if len(found) > 1:
         alike = [names[place] for place in found]
-        raise DataError(
+        raise BadOption(
             f"{source}: {' and '.join(alike)} may each be the label; name the column, as in label={alike[0]}"
         )
     if not found and labelled:
         usual = f"{', '.join(LABELS[:-1])} or {LABELS[-1]}"
-        raise DataError(
+        raise BadOption(
             f"{source}: no column is called {usual}; {columns_of(names)}. Name the one with the labels: label=NAME"
             + ("; if its first line is a row, write the columns' names above it" if any(map(_is_value, names)) else "")
         )
@@ -215,11 +215,11 @@ def _is_value(name: str) -> bool:
 
 
 def find_person(source: str, names: Sequence[str], free: Sequence[int]) -> int | None:
-    """Return the position of the column of people among ``free``. Raises DataError if there are several."""
+    """Return the position of the column of people among ``free``. Raises BadOption if there are several."""
     found = [place for place in free if is_person(names[place])]
     if len(found) > 1:
         one, two = (names[place] for place in found[:2])
-        raise DataError(
+        raise BadOption(
             f"{source}: both {one} and {two} say who made a sample; leave one out, as in drop={two}, or make it a "
             f"feature: categories={two}"
         )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..command_line.nearest import nearest
-from .errors import DataError
+from .errors import BadOption, DataError
 from .numbers import is_missing, numbers
 from .options import ReadOptions
 from .roles import columns_of, find
@@ -53,12 +53,12 @@ def is_time(name: str) -> bool:
 
 
 def time_column(table: Table, options: ReadOptions) -> int:
-    """Return the position of the column of times. Raises DataError if there is none or several."""
+    """Return the position of the column of times. Raises BadOption if there is none or several."""
     names = table.names
     if options.time is not None:
         place = find(options.time, names)
         if place is None:
-            raise DataError(
+            raise BadOption(
                 f"{table.source}: time={options.time}{nearest(options.time, names)}, but {columns_of(names)}; correct "
                 "time="
             )
@@ -70,12 +70,12 @@ def time_column(table: Table, options: ReadOptions) -> int:
     ]
     if len(found) > 1:
         one, two = (names[place] for place in found[:2])
-        raise DataError(
+        raise BadOption(
             f"{table.source}: both {one} and {two} may be the time; name it, as in time={one}, and leave the other "
             f"out, as in drop={two}"
         )
     if not found:
-        raise DataError(
+        raise BadOption(
             f"{table.source}: no column is called time or timestamp; {columns_of(names)}. Windows need times: name the "
             "column, time=NAME"
         )

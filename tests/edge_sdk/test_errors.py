@@ -80,6 +80,10 @@ def test_the_code_of_a_refusal_is_that_of_its_status(status, code):
     assert (again.status, again.detail, str(again)) == (status, "no", "no")
 
 
+def test_a_name_that_is_taken_is_an_argument_to_correct():
+    assert errors.NameTaken(409, "another device is called pi").exit_code is Exit.USAGE
+
+
 def test_the_operating_systems_errors_are_translated(tmp_path):
     with pytest.raises(errors.NoSuchPath, match="gone: No such file or directory") as missing, translated():
         (tmp_path / "gone").read_text()

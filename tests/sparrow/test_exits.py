@@ -26,6 +26,10 @@ from sparrow.graphs.skeleton import fill as fill_skeleton
 from sparrow.main import COMMANDS
 from sparrow.protocol.builtin import load_builtin
 from sparrow.protocol.manifest import initial_values
+from sparrow.protocol.preparation import Preparation
+from sparrow.reading import roles
+from sparrow.reading.errors import BadOption
+from sparrow.reading.options import ReadOptions, Wanted
 from sparrow.transport import httpx
 
 from ..coordinator.api.test_contract import serving
@@ -185,6 +189,31 @@ def test_so_is_an_address_in_the_place_of_a_federation(sparrow):
         code, _, err = sparrow(name, "http://lab.example:8000", "default")
         assert (code, len(err.splitlines())) == (Exit.USAGE, 1)
         assert "--server http://lab.example:8000" in err
+
+
+@pytest.mark.parametrize("option", ["labl=state", "label=staet", "drop=hete", "categories=hete", "time=hete,window=2s"])
+def test_so_is_an_option_of_the_data_that_is_none(fails, tmp_path, option):
+    table = tmp_path / "north.csv"
+    table.write_text("heat,state\n1,on\n2,off\n,on\n")
+    assert option.partition("=")[0] in fails(Exit.USAGE, "data", "check", f"{table},{option}")
+
+
+def test_so_are_labels_without_a_name_and_a_column_of_the_federation_that_is_not_there(fails, tmp_path):
+    table = tmp_path / "north.csv"
+    table.write_text("heat,state\n1,on\n2,off\n,on\n")
+    assert "label=NAME" in fails(Exit.USAGE, "data", "check", table)
+    preparation = Preparation.model_validate(
+        {"reader": "rows", "dtype": "float32", "shape": [1], "columns": [{"name": "load"}]}
+    )
+    with pytest.raises(BadOption, match="no column load") as missing:
+        roles.assign("north.csv", ["heat", "state"], ReadOptions(label="state"), Wanted(preparation))
+    assert missing.value.exit_code is Exit.USAGE
+
+
+def test_a_missing_value_is_a_fault_of_the_data(fails, tmp_path):
+    table = tmp_path / "north.csv"
+    table.write_text("heat,state\n1,on\n2,\n3,on\n")
+    assert "line 3" in fails(Exit.FAILED, "data", "check", f"{table},label=state")
 
 
 def test_so_is_a_database_of_another_kind(fails, monkeypatch):

@@ -170,7 +170,7 @@ def test_what_keeps_it_from_that_is_one_line(fails, night, lab, monkeypatch):
 def test_publishing_an_existing_federation_needs_exist_ok(sparrow, fails, night):
     words = ("publish", "night", "--server", night)
     assert sparrow(*words, "--exist-ok", "min_devices=1")[0] == 0
-    assert "exists; choose another name" in fails(Exit.FAILED, *words)
+    assert "exists; choose another name" in fails(Exit.USAGE, *words)
     assert "min_devices: asked for 2, it has 1" in fails(Exit.FAILED, *words, "--exist-ok")
 
 
