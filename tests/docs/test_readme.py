@@ -44,6 +44,7 @@ def test_it_works_as_printed_in_an_empty_environment_without_and_with_tokens(tmp
     printed = reader.follow(steps(), first, installs=True)
     assert "devices join with: sparrow join --server http" in printed
     assert re.search(r"^sample 2: class \d", printed, re.MULTILINE)
+    assert "next: sparrow join --federation halves --data FILE" in printed
     assert re.search(r"^bob: 10 rounds, ", printed, re.MULTILINE)
     second.mkdir()
     reader.folder = second
