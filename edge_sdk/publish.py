@@ -228,7 +228,8 @@ def _create_own(
     first = _first_digests(model.manifest, settings, weights)
     signed = signer.sign(model.terms(name, settings, ranges, first))
     body = checkpoint.save({**vectors, **weights, **_as_vector(signed)}, request.as_given())
-    model.progress(f"sending {len(body) / 1e6:.1f} MB")
+    size = len(body)
+    model.progress(f"sending {size / 1e6:.1f} MB" if size >= 1e6 else f"sending {size / 1e3:.0f} kB")
     return transport.create_federation(body, checkpoint.MEDIA_TYPE)
 
 

@@ -11,6 +11,7 @@ from sparrow.command_line.table import percent
 from sparrow.protocol.messages import Evaluation, Moved
 
 from ..budget.search import Choice
+from ..engines import ONNX_RUNTIME
 from .local_noise import DELTA, LocalNoise, epsilon
 from .session import Session
 from .state import Progress, Totals
@@ -223,7 +224,7 @@ def _kept(result: Result) -> str:
 def report(result: Result, energy: str) -> str:
     """Return the result as text."""
     lines = [
-        f"{result.name}: {result.rounds} rounds, {result.steps} local steps"
+        f"{result.name}: {_count(result.rounds, 'round')}, {_count(result.steps, 'local step')}"
         + (f", stopped early in round {result.stopped_round}" if result.stopped_round else "")
         + _kept(result)
         + (f", trained nothing: {failed(result.failures)}" if result.trained_nothing else "")
@@ -247,11 +248,21 @@ def report(result: Result, energy: str) -> str:
     if result.export:
         lines.append(
             f"  ONNX                       {result.export.path}: {result.export.bytes:,} bytes "
-            f"({_form(result.export)}), "
-            f"{result.export.latency_ms:.2f} ms a sample (p50), largest difference from {result.export.engine} "
-            f"{result.export.max_difference:.1e} on {result.export.samples} samples"
+            f"({_form(result.export)}), {result.export.latency_ms:.2f} ms a sample (p50){_difference(result.export)}"
         )
     return "\n".join(lines)
+
+
+def _count(count: int, thing: str) -> str:
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def _difference(export: Export) -> str:
+    """Return the difference from the engine; nothing if ONNX Runtime gives the same outputs as in training."""
+    if export.engine == ONNX_RUNTIME and not export.max_difference:
+        return ""
+    compared = _count(export.samples, "sample")
+    return f", largest difference from {export.engine} {export.max_difference:.1e} on {compared}"
 
 
 def _form(export: Export) -> str:

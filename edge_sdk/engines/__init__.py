@@ -20,6 +20,9 @@ EngineName = Literal["onnx", "torch"]
 EngineChoice = Literal["auto", "onnx", "torch"]
 """``auto``: ONNX Runtime on a device without a GPU if federation and method allow it, otherwise PyTorch."""
 
+ONNX_RUNTIME = "ONNX Runtime"
+"""The title of the engine ``onnx``."""
+
 Progress = Callable[[int, int, float], None]
 """(steps done, total steps, running loss) of local training."""
 

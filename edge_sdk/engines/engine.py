@@ -18,7 +18,7 @@ from sparrow.protocol.settings import FederationSettings
 from ..tasks import Batches, as_arrays, count_examples, passes
 from ..tasks.intake import random_state_kept
 from ..tasks.metrics import Metric, measure
-from . import Progress
+from . import ONNX_RUNTIME, Progress
 from .narrow import Narrow
 from .onnx import Array, Network, Training
 from .optimiser import rule_of
@@ -43,7 +43,7 @@ Chance = np.random.Generator
 class OnnxEngine:
     """An ``Engine`` on ONNX Runtime. chance: shared with twins and narrow networks."""
 
-    title = "ONNX Runtime"
+    title = ONNX_RUNTIME
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from edge_sdk import join, publish
 from edge_sdk.budget.search import Choice
 from edge_sdk.device.bar import Bar
 from edge_sdk.device.embedding import DeviceProgress, ProgressReporter, Stop
+from edge_sdk.device.exporting import Export
 from edge_sdk.device.opening import choose_engine
 from edge_sdk.device.result import TAKEN
 from edge_sdk.device.session import FAILURES, FIRST_REST, LONGEST_REST, Outcome, Session, SessionOptions, Step
@@ -113,6 +115,17 @@ def test_the_summary_has_costs_temperature_and_advice():
     assert "energy per point           2.00 J estimated" in text
     assert "at most 71 °C, throttled for 3 s, paused for 12 s" in text
     assert "budget 0.4: a round takes 3 s\n                             rest" in text
+
+
+def test_the_summary_counts_one_and_leaves_a_comparison_of_alike_outputs_out():
+    export = Export(Path("a.onnx"), 5, 5, (), 1, 0.0, 0.1, "ONNX Runtime")
+    text = join.report(result(rounds=1, steps=1, export=export), "none")
+    assert text.splitlines()[0] == "pi: 1 round, 1 local step"
+    assert text.endswith("a.onnx: 5 bytes (dense), 0.10 ms a sample (p50)")
+    differs = join.report(result(export=replace(export, max_difference=2e-6)), "none")
+    assert differs.endswith("largest difference from ONNX Runtime 2.0e-06 on 1 sample")
+    torch = join.report(result(export=replace(export, engine="PyTorch", samples=2)), "none")
+    assert torch.endswith("largest difference from PyTorch 0.0e+00 on 2 samples")
 
 
 def test_what_is_not_known_is_said_to_be_unknown():
