@@ -92,14 +92,14 @@ def add_federation(parser: argparse.ArgumentParser, *, optional: str | None = No
     )
 
 
-def add_federation_to_join(parser: argparse.ArgumentParser) -> None:
-    """Add the option --federation."""
+def add_federation_to_join(parser: argparse.ArgumentParser, default: str | None = "default") -> None:
+    """Add the option --federation. default: its value if it is left out."""
     parser.add_argument(
         "--federation",
         type=federation,
-        default="default",
+        default=default,
         metavar="NAME",
-        help="federation to join (default: %(default)s)",
+        help="federation to join (default: default)",
     )
 
 

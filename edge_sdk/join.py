@@ -33,23 +33,26 @@ from sparrow.command_line.options import (
     add_wait,
     with_skipped,
 )
+from sparrow.command_line.table import printable
 from sparrow.devices import EnergyMeter, PowerModel
 from sparrow.devices.conditions import Conditions, ConditionsReader
 from sparrow.devices.system import System
 from sparrow.export.errors import ExportError
 from sparrow.export.source import Source
 from sparrow.protocol import personal
+from sparrow.protocol.errors import ManifestError
 from sparrow.protocol.failures import Failure, nothing_trained
 from sparrow.protocol.fields import NAME_PATTERN
 from sparrow.protocol.manifest import Manifest
-from sparrow.protocol.messages import Assignment, FederationInfo
+from sparrow.protocol.messages import Assignment, FederationInfo, FederationStatus
 from sparrow.protocol.signatures import is_fingerprint
 from sparrow.protocol.tags import BadSelection, check_form
+from sparrow.reading.errors import DataError
 from sparrow.transport import connect, httpx, refuse_foreign, tls
 
 from . import arguments as read
 from .arguments import check_federation_name, check_ranges
-from .budget.preparation import Preparation, check_budget
+from .budget.preparation import DoesNotFit, Preparation, check_budget
 from .budget.search import read_learned
 from .device.connection import token_of
 from .device.embedding import DeviceProgress, ProgressReporter, Settable, Stop, Stopped
@@ -194,7 +197,7 @@ def join(
     task: Task | str | Callable[[FederationInfo], Task] | None = None,
     *,
     data: str | None = None,
-    federation: str = DEFAULT,
+    federation: str | None = None,
     name: str | None = None,
     state_dir: Path | str | None = None,
     export: Path | str | None = None,
@@ -204,7 +207,7 @@ def join(
     stop: Settable | Callable[[], bool] | None = None,
     quiet: bool = False,
 ) -> Result:
-    """Take part in ``federation`` until it is finished.
+    """Take part in ``federation`` (None: ``default``) until it is finished.
 
     task: a Task, a function that makes one from the federation's settings, or the name of the federation's task (None:
     that task). data: this device's data for a named task, as in ``sparrow join --data``. name: unique in the
@@ -231,7 +234,10 @@ def join(
         bfloat16=options.bfloat16,
         deterministic=options.deterministic,
     )
-    check_federation_name(federation)
+    chosen = DEFAULT if federation is None else federation
+    check_federation_name(chosen)
+    # Without a name, data that do not fit ``default`` may be for another federation.
+    forgotten = federation is None and (task is None or isinstance(task, str))
     unnamed = name is None
     name = default_name() if name is None else name
     check_name(name)
@@ -239,7 +245,7 @@ def join(
     if export is not None:
         check_writable(Path(export))
     bar = Bar(quiet)
-    tell = ProgressReporter(on_progress or bar.show)
+    tell = ProgressReporter(on_progress or bar.show, quiet=quiet)
     tell.phase("opening")
     with ExitStack() as stack:
         own = client or stack.enter_context(connect(server, options.trust))
@@ -248,36 +254,40 @@ def join(
             patience_seconds=options.patience_seconds,
             first_seconds=options.first_seconds,
             on_wait=partial(tell.unreachable, server),
+            on_answer=tell.connected_again,
             sleep=halt.sleep,
         )
         transport.token = options.enrolment_token or token_of("enrolment")
         if not state_dir:
-            root = default_root(server, federation)
+            root = default_root(server, chosen)
             if unnamed:
                 _check_renamed(root, name)
             state_dir = root / name
         folder = StateFolder(Path(state_dir))
         stack.callback(folder.close)
         stack.callback(bar.close)
-        if not quiet:
-            tell.say(f"{name} keeps its state in {folder.path}")
         meter = stack.enter_context(EnergyMeter(model=options.watts))
         try:
             halt.check()
             session = Session(
                 transport,
                 folder,
-                federation=federation,
+                federation=chosen,
                 name=name,
                 make_task=lambda info, manifest: replace(make_task(info, manifest), compute=compute),
-                options=_session_options(options, folder, meter, tell, halt, demands, noise, engine),
+                options=replace(
+                    _session_options(options, folder, meter, tell, halt, demands, noise, engine),
+                    report_failure=not forgotten,
+                ),
             )
-        except NotFound as missing:
-            if federation == DEFAULT and (task is None or isinstance(task, str)):
-                raise _naming_fitting(missing, transport, make_task) from None
-            raise
+        except (NotFound, BadArgument, DataError, ManifestError) as error:
+            if not forgotten or folder.enrolled or isinstance(error, DoesNotFit):
+                raise
+            folder.discard_new()
+            raise _naming_fitting(error, transport, make_task, given=data is not None) from None
         except Stopped:
             return result_before(folder.progress(), name, 1.0 if options.budget is None else options.budget, noise)
+        tell.hint(f"{name} keeps its state in {folder.path}")
         tell.begin(session)
         _say_terms(session, noise, tell)
         export_now = partial(_export, session, name, export)
@@ -289,19 +299,30 @@ def join(
 
 
 def _naming_fitting(
-    missing: NotFound, transport: Transport, make_task: Callable[[FederationInfo, Manifest], Task]
-) -> NotFound:
-    """Return the error for a missing default federation, with the names that this device's data fit."""
+    error: SdkError, transport: Transport, make_task: Callable[[FederationInfo, Manifest], Task], *, given: bool
+) -> SdkError:
+    """Return the error for a federation that was not named, with the names that this device's data fit.
+
+    error: the federation ``default`` is missing or does not fit. given: whether the user gave data.
+    """
+    missing = isinstance(error, NotFound)
+    if not missing and not given:
+        return error
     try:
         there = transport.federations()
-        fitting = [info.name for info in there[:MOST_TRIED] if _fits(transport, info, make_task)]
+        others = [info for info in there if info.name != DEFAULT]
+        # The missing thing may be another than the federation.
+        if missing and len(others) < len(there):
+            return error
+        fitting = [info.name for info in others[:MOST_TRIED] if _fits(transport, info, make_task)]
     except (SdkError, Stopped):
-        return missing
-    if not fitting or any(info.name == DEFAULT for info in there):
-        return missing
-    return NotFound(
-        404, f"there is no federation {DEFAULT!r}; this device's data fit --federation {' or '.join(fitting)}"
-    )
+        return error
+    if not fitting:
+        return error
+    named = f"--federation {' or '.join(fitting)}"
+    if missing:
+        return NotFound(404, f"there is no federation {DEFAULT!r}; this device's data fit {named}")
+    return BadArgument(f"this device's data fit {named}, and not the federation {DEFAULT!r} ({error})")
 
 
 def _fits(transport: Transport, info: FederationInfo, make_task: Callable[[FederationInfo, Manifest], Task]) -> bool:
@@ -368,12 +389,31 @@ def _say_terms(session: Session, noise: LocalNoise | None, tell: ProgressReporte
             tell.say(text)
 
 
+def _say_awaited(session: Session, tell: ProgressReporter) -> None:
+    """Say once why the federation opens no round yet."""
+    if tell.quiet:
+        return
+    try:
+        info = session.transport.federation(session.info.name)
+    except SdkError:
+        # The next call reports it.
+        return
+    missing = info.settings.min_devices - info.devices
+    if info.status is FederationStatus.waiting and missing > 0:
+        tell.hint(f"waiting for {missing} more device{'s' * (missing > 1)} (min_devices={info.settings.min_devices})")
+    elif info.status is FederationStatus.paused:
+        tell.hint(f"waiting: the federation {info.name} is paused")
+    elif info.waiting_for:
+        tell.hint(f"waiting for {printable(info.waiting_for)}")
+
+
 def _work_until_over(session: Session, tell: ProgressReporter, halt: Stop, export: Callable[[], Export | None]) -> bool:
     """Take part until the federation is over; return True if stopped before."""
     try:
         # Stored now, so that the personal model can be exported without the coordinator later.
         with suppress(SdkError):
             session.skeleton()
+        _say_awaited(session, tell)
         run_session(session, tell, halt, export)
         if session.personal is None:
             raise _nothing_trained(session, session.name)
@@ -591,7 +631,7 @@ def _command(options: argparse.Namespace) -> None:
 
 def _options(parser: Parser) -> None:
     add_server(parser)
-    read.add_federation_to_join(parser)
+    read.add_federation_to_join(parser, None)
     parser.add_argument("--device-name", metavar="NAME", help="unique in the federation (default: the host's name)")
     parser.add_argument("--data", help="this device's data: a file, a folder, or index=0,of=5, as its task expects")
     add_skip_unreadable(parser)

@@ -86,7 +86,8 @@ class Connection:
     """Calls to one coordinator, the base URL of ``client``.
 
     patience_seconds: wait for an answer before Unreachable is raised; None: no limit. first_seconds: the same until the
-    first answer; None: patience_seconds. on_wait: called with (reason, seconds) before each wait.
+    first answer; None: patience_seconds. on_wait: called with (reason, seconds) before each wait. on_answer: called
+    when an answer has come after waits.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Connection:
         patience_seconds: float | None = None,
         first_seconds: float | None = None,
         on_wait: Callable[[str, float], None] = lambda reason, seconds: None,
+        on_answer: Callable[[], None] = lambda: None,
         sleep: Callable[[float], None] = time.sleep,
         chance: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -105,6 +107,7 @@ class Connection:
         self.patience_seconds = patience_seconds
         self._first_seconds = first_seconds
         self._on_wait = on_wait
+        self._on_answer = on_answer
         self._sleep = sleep
         self._chance = chance or random.Random()
         self._clock = clock
@@ -289,6 +292,8 @@ class Connection:
                 if answer.is_success or answer.status_code == 304:
                     found = read(answer)
                     self._known = True
+                    if waited:
+                        self._on_answer()
                     return found
                 if problem_type(answer) == "OtherStart" and self.register is not None and not registered:
                     registered = True

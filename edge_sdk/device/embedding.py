@@ -58,12 +58,15 @@ class DeviceProgress:
 
 
 class ProgressReporter:
-    """Progress events of one device, passed to ``call`` on the working thread."""
+    """Progress events of one device, passed to ``call`` on the working thread. quiet: drop hints."""
 
-    def __init__(self, call: Callable[[DeviceProgress], None]) -> None:
+    def __init__(self, call: Callable[[DeviceProgress], None], *, quiet: bool = False) -> None:
+        self.quiet = quiet
         self._call = call
         self._began = time.monotonic()
         self._last = DeviceProgress("opening")
+        # The phase before the coordinator stopped answering.
+        self._before: DevicePhase = "opening"
         self._session: Session | None = None
 
     def begin(self, session: Session) -> None:
@@ -75,10 +78,22 @@ class ProgressReporter:
         """Report a message for the user."""
         self._tell(replace(self._last, text=text))
 
+    def hint(self, text: str) -> None:
+        """Report a message that needs no attention; ``quiet`` hides it."""
+        if not self.quiet:
+            self.say(text)
+
     def unreachable(self, server: str, reason: str, seconds: float) -> None:
         """Report that the coordinator does not answer; next try in ``seconds``."""
         text = f"{server} does not answer ({reason}); trying again in {seconds:.1f} s"
+        if self._last.phase != "unreachable":
+            self._before = self._last.phase
         self._tell(replace(self._last, phase="unreachable", text=text))
+
+    def connected_again(self) -> None:
+        """Report that the coordinator answers again."""
+        self._last = replace(self._last, phase=self._before)
+        self.hint("connected again")
 
     def phase(self, name: str) -> None:
         """Report that a phase of a round begins."""

@@ -29,6 +29,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,9 @@ class FolderLock:
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
+        self._path = path
+        # Innermost first.
+        self.made = [each for each in (path, *path.parents) if not each.is_dir()]
         try:
             make_folder(path, durable=durable)
             _close_to_others(path)
@@ -232,7 +236,12 @@ class FolderLock:
             ) from None
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock. Remove the folders that it created if they hold nothing else."""
+        with suppress(OSError):
+            if self.made and os.listdir(self._path) == ["lock"]:
+                (self._path / "lock").unlink()
+                for folder in self.made:
+                    folder.rmdir()
         self._file.close()
 
     def __enter__(self) -> FolderLock:
@@ -289,8 +298,21 @@ class StateFolder:
         self._lock = FolderLock(path, durable=durable)
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, and remove the folder if it is new and nothing was stored."""
         self._lock.close()
+
+    def discard_new(self) -> None:
+        """Remove the files of a folder that this object created."""
+        if self._lock.made:
+            for file in self.path.iterdir():
+                if file.name != "lock":
+                    file.unlink()
+
+    @property
+    def enrolled(self) -> bool:
+        """Whether the folder belongs to a device that has enrolled."""
+        identity = self.known_identity()
+        return identity is not None and identity.device_id is not None
 
     def known_identity(self) -> Identity | None:
         """Return the stored identity; None in a new folder."""

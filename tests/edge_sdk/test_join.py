@@ -34,6 +34,7 @@ from sparrow.protocol.errors import GraphError
 from sparrow.protocol.evidence import CANDIDATES, GLOBAL
 from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.messages import BudgetLimit, Moved
+from sparrow.reading.errors import BadOption
 from sparrow.simulation import in_process
 from sparrow.transport import httpx
 
@@ -220,10 +221,14 @@ def test_a_state_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
 
 def test_quiet_hides_the_bar_and_nothing_that_needs_attention(capsys):
     shown = Bar(quiet=True)
-    tell = ProgressReporter(shown.show)
+    tell = ProgressReporter(shown.show, quiet=True)
     tell.phase("train")
     tell.unreachable("http://pi:8000", "connection refused", 2.0)
+    tell.connected_again()
     assert capsys.readouterr().err == ("http://pi:8000 does not answer (connection refused); trying again in 2.0 s\n")
+    loud = ProgressReporter(Bar(quiet=False).show)
+    loud.connected_again()
+    assert capsys.readouterr().err == "connected again\n"
 
 
 def show(bar):
@@ -253,14 +258,12 @@ def test_without_a_terminal_progress_is_a_line_a_round(capsys, monkeypatch):
     assert "round 1 of 3" not in terminal.getvalue()
 
 
-def test_a_device_names_its_state_folder_once_at_the_start(tmp_path, capsys):
-    command = ["--server", "http://127.0.0.1:9", "--wait", "0", "--device-name", "pi", "--state-dir", str(tmp_path)]
-    assert join.main(command) == Exit.UNREACHABLE
-    first, last = capsys.readouterr().err.splitlines()
-    assert first == f"pi keeps its state in {tmp_path}"
-    assert "does not answer" in last
-    join.main([*command, "--quiet"])
-    assert "keeps its state" not in capsys.readouterr().err
+def test_a_wrong_address_leaves_no_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert join.main(["--server", "http://127.0.0.1:9", "--wait", "0", "--device-name", "pi"]) == Exit.UNREACHABLE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "does not answer" in line
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_coordinators_have_folders_of_their_own():
@@ -347,6 +350,42 @@ def test_a_forgotten_federation_is_named_if_the_data_fit_it(spoiling, tmp_path):
         with pytest.raises(NotFound) as refused:
             join.join(in_process.ADDRESS, data=data, client=client, state_dir=tmp_path / "none", quiet=True)
         assert ("--federation f" in str(refused.value)) is fits
+        assert not (tmp_path / "none").exists()
+
+
+def test_data_for_another_federation_than_default_name_it_and_report_nothing(spoiling, tmp_path):
+    client = httpx.Client(base_url=in_process.ADDRESS, transport=spoiling)
+    table = tmp_path / "north.csv"
+    table.write_text("heat,label\n" + "".join(f"{row},{'ab'[row % 2]}\n" for row in range(60)))
+    publish.publish(in_process.ADDRESS, "default", "digits", client=spoiling.client, method="fedavg", min_devices=2)
+    where = {"name": "pi", "client": client, "state_dir": tmp_path / "pi", "quiet": True}
+    with pytest.raises(BadOption, match=r"north\.csv") as alone:
+        join.join(in_process.ADDRESS, data=str(table), **where)
+    assert "--federation" not in str(alone.value), "no federation takes it"
+    task = publish.load_to_publish(publish.OWN, str(table), {}, device="publisher")
+    publish.publish(in_process.ADDRESS, "heat", task, client=spoiling.client, method="fedavg")
+    with pytest.raises(BadArgument, match=r"data fit --federation heat, and not the federation 'default' \("):
+        join.join(in_process.ADDRESS, data=str(table), **where)
+    assert not (tmp_path / "pi").exists()
+    assert spoiling.client.get("/v1/federations/default/devices").json() == []
+    with pytest.raises(BadOption, match="unknown entry"):
+        join.join(in_process.ADDRESS, data=str(table), federation="default", **where)
+    assert [each["name"] for each in spoiling.client.get("/v1/federations/default/devices").json()] == ["pi"]
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_device_says_where_its_state_is_and_how_many_devices_are_missing(spoiling, tmp_path, quiet, capsys):
+    client = httpx.Client(base_url=in_process.ADDRESS, transport=spoiling)
+    publish.publish(in_process.ADDRESS, "three", "digits", client=spoiling.client, method="fedavg", min_devices=3)
+
+    def enrolled():
+        return bool(spoiling.client.get("/v1/federations/three/devices").json())
+
+    where = {"federation": "three", "data": "index=0,of=20", "state_dir": tmp_path / "pi", "name": "pi"}
+    assert join.join(in_process.ADDRESS, client=client, stop=enrolled, quiet=quiet, **where).interrupted
+    said = capsys.readouterr().err
+    assert said.count(f"pi keeps its state in {tmp_path / 'pi'}") == (not quiet)
+    assert said.count("waiting for 2 more devices (min_devices=3)") == (not quiet)
 
 
 def fetched(spoiling):

@@ -132,6 +132,17 @@ def fine(request=None):
 
 CHANGE = ChangeDevice(budget=0.5)
 
+
+def test_an_answer_after_an_outage_is_reported_once():
+    back = []
+    network = Network(
+        httpx.ConnectError("refused"), httpx.ConnectError("refused"), fine, on_answer=lambda: back.append(1)
+    )
+    network.transport.change_device("1", CHANGE)
+    network.transport.change_device("1", CHANGE)
+    assert (len(network.waits), back) == (2, [1])
+
+
 # --- patience ----------------------------------------------------------------------------------------------------
 
 

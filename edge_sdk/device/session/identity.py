@@ -140,6 +140,8 @@ class Identified:
                 self.transport.token = self.identity.token
                 self._tell(ChangeDevice(conditions=Conditions(available=False, reason=failure)))
                 return
+            if not self._options.report_failure:
+                return
             self.transport.enrol(
                 self._federation,
                 Enrol(

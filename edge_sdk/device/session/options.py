@@ -100,6 +100,8 @@ class SessionOptions:
     announce: bool = True
     # The device is one of many that a process runs in turn, and sends no heartbeats.
     hosted: bool = False
+    # Report why the device cannot join, if it has not enrolled before.
+    report_failure: bool = True
     # Refuse other copies of the state folder.
     take_over: bool = False
     # The device's tags; None: those that it gave before.
