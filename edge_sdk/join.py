@@ -503,7 +503,7 @@ def run_session(session: Session, tell: ProgressReporter, halt: Stop, export: Ca
 
     Raises Stopped if the program asks the device to stop.
     """
-    stopped = session.progress.stopped_round is not None
+    stopped = session.progress.stopped_round
     wait = STOPPABLE_POLL_SECONDS if halt.possible else LONG_POLL_SECONDS
     while True:
         halt.check()
@@ -514,8 +514,8 @@ def run_session(session: Session, tell: ProgressReporter, halt: Stop, export: Ca
         if session.failed_rounds >= FAILURES and not session.progress.succeeded:
             session.leave(nothing_trained(session.reported_failure))
             raise _nothing_trained(session, session.name)
-        if session.progress.stopped_round is not None and not stopped:
-            stopped = True
+        if session.progress.stopped_round not in (None, stopped):
+            stopped = session.progress.stopped_round
             try:
                 exported = export()
             except (OSError, ExportError) as error:

@@ -287,6 +287,10 @@ class Devices:
             device.profile = {**device.profile, "data_warnings": list(request.data_warnings)}
         if request.exported:
             device.exported = True
+        if request.continues and device.status == "stopped":
+            device.status = "active"
+            device.stopped_round = None
+            record(EventKind.resumed)
         if request.holds_model is not None:
             federation = db.get_one(Federation, device.federation_id)
             # Without personal models only an adapted model counts, which the records know.

@@ -32,7 +32,7 @@ from ..methods import load_method
 from ..models.global_models import Models, settings_of, why_unusable
 from ..rounds import rollback
 from ..rounds.assignments import extend_deadlines, forget_adapted
-from ..rounds.candidates import what_is_missing, why_over
+from ..rounds.candidates import call_back, what_is_missing, why_over
 from ..rounds.cleanup import clear_deleted
 from ..rounds.privacy import spent
 from ..storage import events
@@ -95,15 +95,10 @@ class Federations:
                 rollback.ask(db, federation, self._models, request.model_version, now)
             elif request.action is not None:
                 events.record(db, federation.id, _act(federation, request.action, now), now)
-            over = why_over(db, federation) if request.action == "reopen" else None
-            if over:
-                remedy = {
-                    "max_rounds": "set more rounds first",
-                    "all_stopped": "every device has stopped early; reopen it after a new device has enrolled",
-                    "too_few": "too few devices still train for a secure sum; reopen it after new ones have enrolled",
-                }
-                raise WrongState(f"{name} would end again at once: {remedy.get(over, over)}")
             if request.action == "reopen":
+                call_back(db, federation)
+                if why_over(db, federation):
+                    raise WrongState(f"{name} would end again at once: set more rounds first")
                 forget_adapted(db, federation)
             if request.action == "resume":
                 extend_deadlines(db, federation, now)

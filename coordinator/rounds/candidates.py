@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 
-from sqlalchemy import ColumnElement, and_, bindparam, func, or_, select
+from sqlalchemy import ColumnElement, and_, bindparam, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from sparrow.protocol.messages import Kind
@@ -235,6 +235,28 @@ def _or_0(seconds: float | None) -> float:
     return seconds or 0.0
 
 
+def call_back(db: Session, federation: Federation) -> None:
+    """Prepare the devices of a federation that continues after its end.
+
+    Devices that stopped early may train again: they start their stop rule anew. Devices that a host runs in turn are
+    there; others have ended with the federation, and are absent until they ask for work.
+    """
+    those = update(Device).where(Device.federation_id == federation.id)
+    db.execute(those.where(Device.status == "stopped").values(status="active", stopped_round=None))
+    db.execute(those.where(Device.status == "active", Device.hosted.is_(False)).values(present=False))
+    federation.status = "running" if is_enough(db, federation) else "waiting"
+
+
+def is_enough(db: Session, federation: Federation) -> bool:
+    """Return whether a waiting federation can start: ``min_devices`` are enrolled or, after its end, present."""
+    least = settings_of(federation).min_devices
+    enrolled = (Device.federation_id == federation.id, Device.status.in_(ENROLLED))
+    count = db.scalar(select(func.count()).where(*enrolled)) or 0
+    if not federation.round:
+        return count >= least
+    return (db.scalar(select(func.count()).where(*enrolled, Device.present)) or 0) >= min(least, count)
+
+
 def why_over(db: Session, federation: Federation) -> str | None:
     """Return the reason if no round follows (``max_rounds``, ``all_stopped`` or ``too_few``), else None."""
     settings = settings_of(federation)
@@ -257,6 +279,8 @@ def why_over(db: Session, federation: Federation) -> str | None:
 
 def what_is_missing(db: Session, federation: Federation, now: float) -> str | None:
     """Describe the missing devices; None if a round can open."""
+    if federation.status == "waiting" and federation.round and not is_enough(db, federation):
+        return "its devices to be back"
     if federation.status != "running" or open_round(db, federation):
         return None
     settings = settings_of(federation)

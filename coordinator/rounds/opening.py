@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from sparrow.protocol.events import EventKind
@@ -19,7 +19,7 @@ from ..methods import Work, load_method
 from ..models.global_models import Models, settings_of
 from ..storage import events
 from ..storage.store import Store
-from ..storage.tables import Assignment, Device, Federation, Round
+from ..storage.tables import Assignment, Federation, Round
 from .assignments import (
     JUDGING_KINDS,
     Drawable,
@@ -31,11 +31,11 @@ from .assignments import (
 )
 from .buffered import goes_on, working
 from .candidates import (
-    ENROLLED,
     chosen_ratios,
     draw,
     drawable,
     fewest_devices,
+    is_enough,
     most_examples,
     situation_of,
     why_over,
@@ -73,14 +73,11 @@ class Opening:
         """Start a waiting federation if enough devices are enrolled; return whether it started."""
         with self._store.moving() as db:
             federation = db.get_one(Federation, federation_id)
-            enrolled = db.scalar(
-                select(func.count()).where(Device.federation_id == federation_id, Device.status.in_(ENROLLED))
-            )
-            if federation.status != "waiting" or (enrolled or 0) < settings_of(federation).min_devices:
+            if federation.status != "waiting" or not is_enough(db, federation):
                 return False
             federation.status = "running"
             events.record(db, federation.id, EventKind.started, self._clock())
-            log.info("%s: starting with %s enrolled devices", federation.name, enrolled)
+            log.info("%s: starting", federation.name)
             return True
 
     def open(self, federation_id: int) -> Step:

@@ -114,6 +114,12 @@ def judge_round(
     return Judged({**memory, **asdict(state)}, validation, state.smoothed_loss, stopped)
 
 
+def anew(memory: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a device's notes without those of a stop rule, for a device that trains again after it has stopped."""
+    notes = {*Smoothed.__dataclass_fields__, *Rises.__dataclass_fields__}
+    return {name: note for name, note in memory.items() if name not in notes}
+
+
 def gives_way(found: Evaluation, lowest_loss: float) -> bool:
     """Return whether a round's model should yield to an older one: only if its loss is well above the lowest of all
     rounds, since the lowest of many losses is often luck on a few samples."""

@@ -106,7 +106,8 @@ class Selection(Request):
         default=2,
         ge=1,
         le=1_000_000,
-        description="Number of enrolled devices that opens the first round; under secure at least secure_colluders + 2",
+        description="Number of enrolled devices that opens the first round, and of present ones that opens the first "
+        "after a reopening; under secure at least secure_colluders + 2",
     )
     cohort: int = Field(default=10, ge=1, le=1_000_000, description="Devices drawn per round, m")
     cohort_policy: Literal["uniform", "least_recently", "budget"] = Field(

@@ -135,5 +135,7 @@ def playing(answer):
                     moved = answer(device) is not None or moved
                 except Finished:
                     continue
+            # Devices that asked are back.
+            moved = bool(coordinator.rounds.advance()) or moved
 
     return play

@@ -167,6 +167,8 @@ class CoordinatorWithDevices(LocalCoordinator):
                 if step.outcome is Outcome.worked:
                     worked[session].append(step.assignment)
                     moved = True
+            # Devices that asked are back.
+            moved = bool(self.rounds.advance()) or moved
         return [worked[session] for session in sessions]
 
     def info(self):

@@ -358,6 +358,8 @@ def test_devices_are_ahead_of_the_older_model_and_get_along(real, method):
     assert real.info().model_sha256 == wanted.model_sha256
     before = real.model().tensors
     real.reopen(rounds=6)
+    for session in (a, b):
+        session.transport.assignment("f", 0, None, None, held[session])
     real.rounds.advance()
     for session in (a, b):
         wire = session.transport

@@ -546,10 +546,43 @@ def test_a_finished_federation_can_be_reopened_for_more_rounds(coordinator, play
     play(coordinator, devices)
     assert coordinator.info().status == "finished"
     info = coordinator.change(action="reopen", rounds=3)
-    assert (info.status, info.reason, info.rounds) == ("running", None, 3)
+    assert (info.status, info.reason, info.rounds) == ("waiting", None, 3)
     play(coordinator, devices)
     assert (coordinator.info().status, coordinator.info().round) == ("finished", 3)
     assert [record.updates for record in coordinator.records.rounds("f")] == [2, 2, 2]
+
+
+def test_a_reopened_federation_waits_until_its_devices_are_back(coordinator, play):
+    coordinator.create(rounds=1, min_devices=2)
+    devices = coordinator.enrol("a", "b", "c")
+    play(coordinator, devices)
+    info = coordinator.change(action="reopen", rounds=3)
+    assert (info.status, info.waiting_for) == ("waiting", "its devices to be back")
+    devices[0].ask()
+    coordinator.rounds.advance()
+    assert coordinator.info().status == "waiting"
+    devices[1].ask()
+    coordinator.rounds.advance()
+    assert coordinator.info().status == "running"
+    assert coordinator.record(2).cohort == ("a", "b")
+
+
+def test_devices_that_stopped_early_train_again_after_reopening_or_with_new_data(coordinator, answer):
+    coordinator.create(rounds=9, **STOPS)
+    devices = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    for device in devices:
+        answer(device, stopped=True)
+    while coordinator.rounds.advance():
+        pass
+    for device in devices:
+        answer(device)
+    coordinator.rounds.advance()
+    assert (coordinator.info().status, coordinator.info().devices_stopped) == ("finished", 2)
+    coordinator.devices.change(devices[0].id, ChangeDevice(continues=True))
+    assert coordinator.info().devices_stopped == 1
+    info = coordinator.change(action="reopen")
+    assert (info.status, info.devices_stopped) == ("waiting", 0)
 
 
 def test_changes_of_cohort_and_deadline_hold_from_the_next_round_on(coordinator, clock, answer):
@@ -584,7 +617,7 @@ def test_what_would_end_at_once_is_not_reopened(coordinator, play):
     with pytest.raises(WrongState, match="rounds"):
         coordinator.change(action="reopen")
     assert coordinator.info().status == FederationStatus.finished
-    assert coordinator.change(action="reopen", rounds=2).status == FederationStatus.running
+    assert coordinator.change(action="reopen", rounds=2).status == FederationStatus.waiting
 
 
 def test_no_fewer_rounds_than_have_closed(coordinator, play):

@@ -80,3 +80,18 @@ def test_an_old_model_is_not_exported_in_silence(client, tmp_path, method):
     assert second.rounds == 16
     assert second.best_round > 8
     assert right > 0.85
+
+
+@pytest.mark.integration
+def test_a_device_that_stopped_early_trains_on_new_data(client, tmp_path):
+    settings = {"method": "local", "rounds": 30, "min_devices": 1, "cohort": 1, "learning_rate": 0.5, "local_epochs": 3}
+    rule = {"patience": 1, "min_participations": 2, "min_improvement": 0.1}
+    publish(inprocess.ADDRESS, "weeks", task(LABELS), client=client, **settings, **rule)
+    first, _ = take_part(client, tmp_path, LABELS)
+    assert first.stopped_round is not None
+    before = client.get("/v1/federations/weeks").json()
+    assert (before["status"], before["devices_stopped"]) == ("finished", 1)
+    client.patch("/v1/federations/weeks", json={"rounds": 60, "action": "reopen"}).raise_for_status()
+    second, right = take_part(client, tmp_path, 1 - LABELS)
+    assert second.rounds > first.rounds + 1
+    assert right > 0.85

@@ -223,7 +223,7 @@ def test_a_client_reads_federations_rounds_devices_reports_and_models(coordinato
     safetensors.numpy.load_file(client.model("default", tmp_path / "global.safetensors"))
     assert onnxruntime.InferenceSession(client.model("default", str(tmp_path / "global.onnx")))
     assert client.change("default", rounds=3).rounds == 3
-    assert client.change("default", action="reopen").status.value == "running"
+    assert client.change("default", action="reopen").status.value == "waiting"
     with pytest.raises(WrongState):
         client.delete("default")
     client.revoke(device.device_id)

@@ -122,6 +122,11 @@ class Judging(Learning):
             data=self._data,
         )
 
+    @property
+    def _has_new_data(self) -> bool:
+        """Whether the validation data have changed since the last round."""
+        return self.progress.best is not None and self.progress.best.data != self._data
+
     def _judge_best_again(self) -> None:
         """Evaluate the best model again if the federation's model or the validation data changed."""
         best = self.progress.best

@@ -125,6 +125,7 @@ class Session(Working):
                 conditions=Conditions(),
                 holds_model=self.personal is not None,
                 tags=self._options.tags,
+                continues=True if self._has_new_data else None,
             )
             # Enrolling again registers a start, too: each call needs the one after it.
             self._or_enrol_again(lambda: self._tell(change.model_copy(update={"start": self._begin()})))

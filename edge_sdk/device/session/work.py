@@ -27,6 +27,7 @@ from sparrow.protocol.skew import LabelSketch
 from ...engines.training import VALUES, TrainingDiverged, count_steps
 from ...errors import Damaged
 from ...methods import DeviceState, Job, Trained, Update
+from ...methods.early_stopping import anew
 from ...methods.merging import is_whole, whole_model
 from ...tasks import count_examples
 from ..candidates import Candidates
@@ -70,6 +71,10 @@ class Working(Sending):
         )
 
     def _work(self, assignment: Assignment, watched: WatchedWork | None) -> None:
+        if assignment.kind in (Kind.train, Kind.personalise) and self.progress.stopped_round is not None:
+            # It had stopped early; now the coordinator, after new data or a reopening, lets it train again.
+            self._save_progress(stopped_round=None, memory=anew(self.progress.memory))
+
         def after_step(done: int, total: int, loss: float) -> None:
             self._options.progress(assignment, done, total, loss)
             self._telemetry.sample()

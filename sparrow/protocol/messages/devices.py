@@ -126,6 +126,9 @@ class ChangeDevice(Request):
     data_warnings: DataWarnings | None = None
     conditions: Conditions | None = None
     exported: Literal[True] | None = Field(default=None, description="It has exported its personal model")
+    continues: Literal[True] | None = Field(
+        default=None, description="It has new data: it trains again if it has stopped early"
+    )
     revoked: Literal[True] | None = None
     tags: Tags | None = Field(default=None, description="The device's tags, in place of those that it gave before")
     set_tags: dict[TagKey, TagValue | None] | None = Field(
