@@ -127,8 +127,8 @@ class Predictor:
     """Cached predictions for one device.
 
     board: a simulated board. rehearse: constructor of rehearsals. ``budgets``: those of ``BUDGETS`` that the method
-    supports. ``samples``, ``held_out``: per batch, in training and in evaluation. ``whole_flops``: of a step of the
-    full model. Raises the errors of training.
+    supports. ``samples``, ``held_out``: samples per batch in training and in evaluation. ``whole_flops``: FLOPs of a
+    step of the full model. Raises the errors of training.
     """
 
     def __init__(

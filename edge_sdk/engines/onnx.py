@@ -106,11 +106,11 @@ class Sessions:
         return self._other(("scaled",), scale_outputs)
 
     def taught(self, weight: float, temperature: float) -> Sessions:
-        """Return the sessions of a student's step, with an input ``teacher``."""
+        """Return the sessions of a student's step, which has an input ``teacher``."""
         return self._other(("taught", weight, temperature), lambda step: distil(step, weight, temperature))
 
     def weighed(self) -> Sessions:
-        """Return the sessions of a mixture's step, with responsibilities as an input."""
+        """Return the sessions of a mixture's step, which has responsibilities as an input."""
         return self._other(("weighed",), weigh)
 
     def _other(self, key: tuple[Any, ...], make: Callable[[bytes], bytes]) -> Sessions:

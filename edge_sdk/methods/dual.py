@@ -41,7 +41,7 @@ class Dual:
         return cls(personal, mask, m_g, np.asarray(own["rest"], dtype=np.float32), unmasked)
 
     def stored(self) -> Tensors:
-        """Return everything except the personal model, as arrays by name."""
+        """Return everything except the personal model: name -> array."""
         bits = {"mask": self.mask.bits, "global_mask": self.global_mask.bits}
         arrays: Tensors = {name: np.frombuffer(data, dtype=np.uint8) for name, data in bits.items()}
         return {**arrays, "rest": self.rest, **{f"global:{name}": array for name, array in self.unmasked.items()}}

@@ -147,7 +147,7 @@ def choose_copy(job: Job, copy: Tensors, start: Tensors) -> Tensors:
 def judge_choice_of_copy(
     job: Job, copy: Tensors, start: Tensors
 ) -> tuple[Evaluation, Evaluation, dict[str, Evaluation]]:
-    """Evaluate the result of ``choose_copy``; also the copy, if not chosen, as ``copy``."""
+    """Evaluate the result of ``choose_copy``. If it is not the copy, also evaluate the copy, as ``copy``."""
     chosen = choose_copy(job, copy, start)
     others = {}
     if chosen is not copy:

@@ -43,7 +43,7 @@ class Value:
 
     @property
     def known(self) -> Axes:
-        """The axes, with unrestricted ones as complete."""
+        """The axes; unrestricted ones count as complete."""
         return tuple(axis or () for axis in self.axes)
 
     @property

@@ -157,7 +157,7 @@ class _Half:
         return "step" if self._trains else "evaluation"
 
     def drawn(self, count: int) -> dict[str, Tensor]:
-        """Return random numbers for ``count`` samples, by input name."""
+        """Return random numbers for ``count`` samples: input name -> array."""
         generator = torch.Generator().manual_seed(count)
         return {
             name: (torch.rand if name.startswith("uniform") else torch.randn)(shape, generator=generator)

@@ -101,14 +101,14 @@ class Task:
     """A learning problem on one device.
 
     model: a torch.nn.Module with its weights, or ``Seeded``; None, like the loss, on a device without PyTorch. loss:
-    (outputs, targets) -> mean over the batch. validation: held out, for early stopping. test: held out, for reports;
-    None reports on ``validation``. public: samples that all devices have in the same order, for methods that compare
-    outputs on them. classification: targets are class indices and outputs scores [batch, classes]. metrics: further
-    measures on held-out data, names of ``tasks.metrics`` or name -> function of all outputs and targets as arrays.
-    preparation: a torch.nn.Module, or ``preparing.BuiltPreparation``, that makes the model's inputs from batches of raw
-    samples. class_names: names of the outputs, in order; further outputs are spare. targets: further facts about the
-    targets. said: lines about the data for the device's user. prepared: set once the data are prepared. compute:
-    accelerator and precision; ``on`` changes it.
+    (outputs, targets) -> mean over the batch. validation: held-out data for early stopping. test: held-out data for
+    reports; None reports on ``validation``. public: samples that all devices have in the same order, for methods that
+    compare outputs on them. classification: targets are class indices and outputs scores [batch, classes]. metrics:
+    further measures on held-out data, names of ``tasks.metrics`` or name -> function of all outputs and targets as
+    arrays. preparation: a torch.nn.Module, or ``preparing.BuiltPreparation``, that makes the model's inputs from
+    batches of raw samples. class_names: names of the outputs, in order; further outputs are spare. targets: further
+    facts about the targets. said: lines about the data for the device's user. prepared: set once the data are prepared.
+    compute: accelerator and precision; ``on`` changes it.
     """
 
     name: str

@@ -175,7 +175,7 @@ def quantity(
 
 
 def person(labels: Array, people: Array | None, *, of: int, seed: int, minimum: int = 1) -> list[Index]:
-    """Deal by person: device i holds the samples of the i-th person, by name or number.
+    """Deal by person: device i holds the samples of the i-th person, in order of names or numbers.
 
     People with fewer than ``minimum`` samples are left out.
     """

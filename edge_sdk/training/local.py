@@ -205,7 +205,7 @@ def as_tensor(values: Any) -> torch.Tensor:
 
 
 def get_tensors(model: nn.Module, manifest: Manifest, which: Literal["published", "kept"] = "kept") -> Tensors:
-    """Return C-contiguous copies of the tensors that the manifest keeps, by name.
+    """Return C-contiguous copies of the tensors that the manifest keeps: name -> array.
 
     which: a field of the manifest. Raises ManifestError if the model does not match.
     """

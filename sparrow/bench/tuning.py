@@ -59,7 +59,7 @@ class Choice:
 
     @property
     def open_edges(self) -> dict[str, list[Value]]:
-        """Settings whose best value has untried neighbours, with these."""
+        """Setting -> untried neighbours of its best value."""
         return open_edges(map(json.loads, self.scores), self.best)
 
 

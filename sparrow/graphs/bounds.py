@@ -174,8 +174,8 @@ def samples_at_once(model: ModelProto, most: int) -> int:
 class Walk:
     """The nodes in order, with type, shape and, if small and constant, data of each value.
 
-    weights: inputs that count as weights, not as activations. ``alive``: bytes held while each node runs; ``work``: of
-    each node.
+    weights: inputs that count as weights, not as activations. ``alive``: bytes held while each node runs; ``work``: the
+    work of each node.
     """
 
     def __init__(self, model: ModelProto, *, samples: int, weights: Collection[str] = ()) -> None:

@@ -66,7 +66,7 @@ DRAWN = {"uniform": 2, "normal": 2, "uniform_step": 1, "normal_step": 1}
 class Needs:
     """Memory and work of each node of a graph, for any number of samples.
 
-    walks: over ``SAMPLES`` samples. Both quantities are linear in the number of samples, or constant.
+    walks: traversals with ``SAMPLES`` samples. Both quantities are linear in the number of samples, or constant.
     """
 
     def __init__(self, model: ModelProto, walks: Sequence[Walk]) -> None:

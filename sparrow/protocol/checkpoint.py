@@ -1,4 +1,4 @@
-"""Checkpoints: a full model by name, as a plain safetensors file.
+"""Checkpoints: the tensors of a full model by name, as a plain safetensors file.
 
 The metadata has one entry, ``sparrow``, a string (usually JSON): safetensors writes several entries in no fixed order,
 and the same model must give the same bytes.

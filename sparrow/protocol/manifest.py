@@ -514,7 +514,7 @@ def _no_repeats(what: str, names: list[str]) -> None:
 
 
 def initial_values(manifest: Manifest, seed: int, published: Tensors | None = None) -> Tensors:
-    """Return the model's first shared weights, w^0, by name: drawn from recipes, or taken from ``published``.
+    """Return the model's first shared weights w^0, name -> array, drawn from recipes or taken from ``published``.
 
     Each tensor has its own PCG64 raw 64-bit stream, which numpy guarantees: value = bound * (2u - 1) with u the top 24
     bits of each output. Raises ManifestError for values that are missing or not finite.

@@ -13,7 +13,7 @@ from ..protocol.preparation import MOST_CATEGORIES, UNKNOWN
 from .numbers import is_missing
 from .samples import class_order, plural, some
 
-# Most names of a column that counts as categories without an option; also at most a fifth of the rows.
+# Maximum number of names of a column that counts as categories without an option; also at most a fifth of the rows.
 FEW = 50
 
 _TRUTHS = frozenset(("true", "false"))

@@ -1,4 +1,4 @@
-"""Labels of a user's own files as targets, by the published class names."""
+"""Convert the labels of a user's own files to targets, with the published class names."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ LONGEST_SOUND = 30
 
 
 def build_preparation(raw: Raw, training: Inputs, kind: str, publishing: Publishing) -> BuiltPreparation:
-    """Return the preparation to publish, from raw training samples."""
+    """Return the preparation to publish, built from raw training samples."""
     if raw.axes == "HWC" and isinstance(raw.inputs, Decoded):
         return _prepare_pictures(raw.inputs, publishing)
     if raw.axes == "T":

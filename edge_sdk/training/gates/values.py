@@ -148,7 +148,7 @@ class Partial:
         return echo, channels[kept]
 
     def whole(self) -> torch.Tensor:
-        """Return the whole value, with all channels written out."""
+        """Return the full value, with all channels."""
         echo, channels = self.listened()
         return self._written(self.known(), echo, self.channels.on, self.channels.off, self.channels.off[channels])
 
@@ -177,7 +177,7 @@ class Partial:
         )
 
     def _written(self, constants: torch.Tensor, echo: torch.Tensor | None, *places: Index) -> torch.Tensor:
-        """Return a whole value from computed channels, constants and the echo, at their places."""
+        """Return the full value, with computed channels, constants and the echo at their positions."""
         tensors = (index(part, constants.device) for part in places)
         return cast(torch.Tensor, _Write.apply(self.computed, constants, echo, self.axis, *tensors))  # type: ignore[no-untyped-call]
 

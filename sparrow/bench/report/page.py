@@ -85,7 +85,7 @@ def comparison_sections(experiment: Experiment, found: Sequence[Group]) -> list[
 
 
 def budget_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
-    """Return the tables of the first label against the others, by device budget."""
+    """Return a table of the first label against the others for each device budget."""
     first, *others = experiment.methods
     if not others or len(set(first.budgets)) < 2:
         return []
