@@ -340,7 +340,7 @@ def show(report: dict[str, Any], folder: Path) -> None:
     plots.accuracy_by_round(report, folder / "accuracy.png")
     print(table(report))
     print(
-        f"\n{folder}/report.json      these figures\n"
+        f"\n{folder}/report.json      these results\n"
         f"{folder}/accuracy.png     accuracy by round\n"
         f"{folder}/<device>/model.onnx   try: sparrow predict {folder}/{name(0)}/model.onnx "
         f"--input x.npy"

@@ -249,8 +249,8 @@ HEAD = """# A device-round of pFedGate
 Made by `python -m benchmarks.gating` from `gating.jsonl`; {machine}. A device-round is one epoch of 10 random batches
 in one thread, with momentum 0.9, gradient clipping and a budget of {share}. The table of blocks is derived for this
 budget. *Small networks* are networks of only the rows that were chosen in each batch, plus the gate; skipping blocks
-cannot be faster. Memory is the peak of a process above its memory before it created a model. The paper reports 0.72 of
-FedAvg's time and 0.66 of its memory at a batch size of 128, with code that skips no block.
+cannot be faster. Memory is the peak of a process above its memory before it created a model. The paper reports 72 % of
+FedAvg's time and 66 % of its memory at a batch size of 128, with code that skips no block.
 """
 
 

@@ -202,7 +202,7 @@ def page(rows: Sequence[Mapping[str, Any]], sharing: Sharing, turns: int) -> str
     version = next(row["version"] for row in rows if "version" in row)
     return f"""# The cost of secure aggregation
 
-`python -m benchmarks.secure` made these figures; the rows are in `secure.jsonl`. {DEVICES} devices train mnist:leaf
+`python -m benchmarks.secure` produced these results; the rows are in `secure.jsonl`. {DEVICES} devices train mnist:leaf
 (2.3 million parameters) for two local steps, in {turns} turns of {ROUNDS} rounds. They alternate with rounds of Flower
 {version}'s SecAgg+ with the same number of values. The table shows medians, on {rows[0]["machine"]}. In both frameworks
 each secret is shared among {sharing.neighbours} neighbours, and {sharing.threshold} shares restore it, which tolerates
