@@ -200,7 +200,7 @@ def warning(model: GlobalModel, situation: Situation) -> str | None:
 
 
 def _never_chosen(manifest: Manifest, rules: PFedGateSettings) -> str | None:
-    """Return a warning if the weakest device cannot add some block; ValueError if not any."""
+    """Return a warning if the weakest device cannot add some blocks. Raises ValueError if it can add none."""
     table = manifest.block_table
     costs = costs_of(manifest, rules.cost)
     for name, blocks in budget_groups(manifest, rules.budget_per, rules.smallest_budget, rules.cost).items():

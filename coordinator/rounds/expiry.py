@@ -80,7 +80,7 @@ class Expiry:
                         note_failure(db, device, assignment, why, now)
 
     def withdraw_silent(self, federation: Federation, current: Round | None) -> bool:
-        """Close the awaited work of devices that were silent for ``silence_seconds``; return True for any."""
+        """Close the awaited work of devices that were silent for ``silence_seconds``; return True if there was any."""
         now = self._clock()
         if now - self._silent_seen.get(federation.id, -math.inf) < LOOK_SECONDS:
             return False

@@ -113,7 +113,7 @@ class Freezing:
         return Freezing(self.model, self._manifest, self._mask, elements, self._trained)
 
     def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values of a tensor, of the parameter's shape, at the leaf."""
+        """Return the part of ``tensor``, which has the parameter's shape, that belongs to the leaf."""
         trained = self._parts[name].trained
         return tensor if trained is None else trained.take(tensor)
 
