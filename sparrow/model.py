@@ -53,13 +53,14 @@ def _run(options: argparse.Namespace) -> None:
 
 def as_table(models: list[ModelInfo]) -> str:
     """Return a table of models."""
-    head = ("version", "round", "accuracy", "loss", "bytes", "sha256", "")
+    head = ("version", "round", "accuracy", "loss", "devices", "bytes", "sha256", "")
     rows = [
         (
             str(model.version),
             "-" if model.round is None else str(model.round),
             "-" if model.accuracy is None else percent(model.accuracy),
             "-" if model.loss is None else f"{model.loss:.4g}",
+            str(model.devices or "-"),
             f"{model.bytes:,}",
             (model.model_sha256 or "-")[:16],
             ", ".join(word for word in ("current", "undone", "best") if getattr(model, word)),

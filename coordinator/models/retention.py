@@ -18,6 +18,8 @@ class Quality(NamedTuple):
 
     accuracy: float | None
     loss: float
+    # Number of devices; 0 if unknown.
+    devices: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,22 @@ class Retention:
 
 def noted(models: Collection[Model]) -> dict[int, Quality]:
     """Return the recorded quality of models: version -> quality."""
-    return {each.version: Quality(each.accuracy, each.loss) for each in models if each.loss is not None}
+    return {each.version: Quality(each.accuracy, each.loss, each.devices) for each in models if each.loss is not None}
 
 
 def best_of(models: Collection[Model], quality: Mapping[int, Quality]) -> int | None:
-    """Return the version of the best of these models, the newest of equal ones; undone models do not count."""
+    """Return the version of the best of these models, the newest of equal ones.
+
+    Undone models do not count, nor those that fewer than half as many devices evaluated as another one: a mean over
+    other devices is not comparable.
+    """
     judged = [each.version for each in models if each.version in quality and not each.undone]
+    most = max((quality[version].devices for version in judged), default=0)
+    judged = [version for version in judged if 2 * quality[version].devices >= most]
 
     def rank(version: int) -> tuple[float, float, int]:
         # A task without accuracy is judged by the loss.
-        accuracy, loss = quality[version]
+        accuracy, loss, _ = quality[version]
         return -math.inf if accuracy is None else accuracy, -loss, version
 
     return max(judged, key=rank, default=None)

@@ -26,7 +26,7 @@ def note_quality(db: Session, federation: Federation, models: Collection[Model])
     found = quality_of(db, federation, newest)
     for each in newest:
         if each.version in found:
-            each.accuracy, each.loss = found[each.version]
+            each.accuracy, each.loss, each.devices = found[each.version]
 
 
 def known_quality(db: Session, federation: Federation, models: Collection[Model]) -> dict[int, Quality]:
@@ -61,6 +61,7 @@ def quality_of(db: Session, federation: Federation, models: Collection[Model]) -
         version: Quality(
             fmean(known) if (known := [each.accuracy for each in found if each.accuracy is not None]) else None,
             fmean(each.loss for each in found),
+            len(found),
         )
         for version, found in judged.items()
     }

@@ -92,6 +92,7 @@ def list_models(db: Session, federation: Federation, models: Models) -> list[Mod
             current=version == federation.model_version,
             accuracy=quality[version].accuracy if version in quality else None,
             loss=quality[version].loss if version in quality else None,
+            devices=quality[version].devices if version in quality else 0,
             best=version == best,
         )
         for version, model in kept.items()

@@ -239,9 +239,11 @@ class Model(Base):
     round: Mapped[int | None]
     # Whether an operator rolled it back.
     undone: Mapped[bool] = mapped_column(default=False, server_default=false())
-    # Mean of devices' evaluations, noted while it is one of the newest (``rounds.quality``); so is ``loss``.
+    # Means of devices' evaluations, and the number of these devices, noted while it is one of the newest
+    # (``rounds.quality``).
     accuracy: Mapped[float | None]
     loss: Mapped[float | None]
+    devices: Mapped[int] = mapped_column(default=0, server_default="0")
     # Time until which it is kept for an operator who looks at it; 0 if not pinned.
     pinned_until: Mapped[float] = mapped_column(default=0.0, server_default="0")
 

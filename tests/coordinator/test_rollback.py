@@ -14,7 +14,7 @@ from edge_sdk.methods import load_method
 from sparrow.coordinator.commands.backup import back_up
 from sparrow.coordinator.commands.restore import bring_back
 from sparrow.coordinator.errors import BadContent, DifferentFederation, NotFound, RoundClosed, WrongState
-from sparrow.coordinator.models.retention import Retention
+from sparrow.coordinator.models.retention import Quality, Retention, best_of
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.tables import Model
 from sparrow.protocol import bundle, checkpoint
@@ -88,6 +88,13 @@ def test_the_best_by_evaluation_is_kept_until_a_better_one_comes(coordinator, an
     coordinator.change(action="rollback", model_version=7)
     assert not any(model.best for model in coordinator.served.models("f") if model.undone)
     assert next(model.version for model in coordinator.served.models("f") if model.best) == 7
+
+
+def test_a_model_that_few_devices_evaluated_is_not_the_best():
+    models = [Model(version=number, undone=False) for number in (1, 2, 3)]
+    quality = {1: Quality(0.8, 0.5, 4), 2: Quality(1.0, 0.1, 1), 3: Quality(0.7, 0.6, 2)}
+    assert best_of(models, quality) == 1
+    assert best_of(models[1:], quality) == 2
 
 
 def test_a_pinned_model_outlives_its_time(coordinator, clock, answer):

@@ -89,7 +89,12 @@ class ModelInfo(Answer):
         "else on held-out data; null if none did",
     )
     loss: float | None = Field(default=None, description="Likewise")
-    best: bool = Field(default=False, description="Whether its evaluation is the best of all kept ones")
+    devices: int = Field(default=0, description="Number of these devices; 0: unknown, as in secure rounds")
+    best: bool = Field(
+        default=False,
+        description="Whether its evaluation is the best of all kept ones, except those that fewer than half as many "
+        "devices evaluated as another",
+    )
 
 
 class FederationStatus(str, Enum):
