@@ -200,7 +200,10 @@ def warning(model: GlobalModel, situation: Situation) -> str | None:
 
 
 def _never_chosen(manifest: Manifest, rules: PFedGateSettings) -> str | None:
-    """Return a warning if the weakest device cannot add some blocks. Raises ValueError if it can add none."""
+    """Return a warning if the weakest device cannot add some blocks.
+
+    Raises ValueError if the smallest budget is too small.
+    """
     table = manifest.block_table
     costs = costs_of(manifest, rules.cost)
     for name, blocks in budget_groups(manifest, rules.budget_per, rules.smallest_budget, rules.cost).items():

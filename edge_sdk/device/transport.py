@@ -145,7 +145,7 @@ class Transport(Connection):
     def create_federation(self, body: bytes, media_type: str) -> messages.FederationInfo:
         """Create a federation.
 
-        Raises WrongSettings if the coordinator refuses it, NotInstalled if it lacks the method, NameTaken.
+        Raises WrongSettings if the coordinator refuses it, NotInstalled if it lacks method or task, NameTaken.
         """
         headers = {"Content-Type": media_type}
         try:
