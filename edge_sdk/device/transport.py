@@ -231,14 +231,19 @@ class Transport(Connection):
             self._keep_brought(found, payload)
             return found, 0.0
 
-        return self.call(
-            "GET",
-            f"/v1/federations/{federation}/assignment",
-            read=read,
-            params={"wait": wait_seconds, **_holding(mask, model)},
-            headers={"Accept": messages.ASSIGNMENT_TYPE, **_costing(cost)},
-            timeout=httpx.Timeout(wait_seconds + 30.0, connect=10.0),
-        )
+        # A repeated call does not wait: its answer shows at once that the coordinator is back.
+        waits = iter((wait_seconds,))
+
+        def attempt() -> httpx.Response:
+            return self.exchange(
+                "GET",
+                f"/v1/federations/{federation}/assignment",
+                params={"wait": next(waits, 0), **_holding(mask, model)},
+                headers={"Accept": messages.ASSIGNMENT_TYPE, **_costing(cost)},
+                timeout=httpx.Timeout(wait_seconds + 30.0, connect=10.0),
+            )
+
+        return self._patiently(attempt, read)
 
     def open_work(self, federation: str, wait_seconds: float, etag: str) -> tuple[messages.OpenWork | None, str]:
         """Return the open assignments and the ETag; None if unchanged for ``wait_seconds``."""

@@ -133,6 +133,12 @@ def fine(request=None):
 CHANGE = ChangeDevice(budget=0.5)
 
 
+def test_work_is_asked_for_again_without_a_wait():
+    network = Network(httpx.ConnectError("refused"), fine)
+    network.transport.assignment("f", 25, None)
+    assert [request.url.params["wait"] for request in network.requests] == ["25", "0"]
+
+
 def test_an_answer_after_an_outage_is_reported_once():
     back = []
     network = Network(
