@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 import time
 from contextlib import closing
@@ -363,7 +364,10 @@ def test_data_for_another_federation_than_default_name_it_and_report_nothing(spo
         join.join(in_process.ADDRESS, data=str(table), **where)
     assert "--federation" not in str(alone.value), "no federation takes it"
     task = publish.load_to_publish(publish.OWN, str(table), {}, device="publisher")
-    publish.publish(in_process.ADDRESS, "heat", task, client=spoiling.client, method="fedavg")
+    said = []
+    options = publish.PublishOptions(progress=said.append)
+    publish.publish(in_process.ADDRESS, "heat", task, client=spoiling.client, method="fedavg", options=options)
+    assert re.fullmatch(r"sending [1-9]\d* kB", said[-1])
     with pytest.raises(BadArgument, match=r"data fit --federation heat, and not the federation 'default' \("):
         join.join(in_process.ADDRESS, data=str(table), **where)
     assert not (tmp_path / "pi").exists()
