@@ -149,9 +149,10 @@ class Limits:
 
 
 class Place:
-    """The count of one connection, from accept to ``leave``.
+    """An admitted connection, which counts towards the limits until ``leave``.
 
-    address: None if it has no limit. refusal: the answer to all calls except ``/healthz``.
+    address: None if the address has no limit. refusal: the answer to every call except ``/healthz``; None within the
+    limits.
     """
 
     def __init__(self, limits: Limits, address: str | None, refusal: Response | None) -> None:

@@ -64,7 +64,7 @@ class PFedGateSettings(MethodSettings):
         default=0.3,
         ge=1e-6,
         le=1,
-        description="Budget of the weakest device; the model is cut for it, and devices below are not drawn",
+        description="Smallest supported budget, which determines the number of blocks; devices with less are not drawn",
     )
     blocks: int = Field(
         default=0, ge=0, le=1000, description="Blocks per tensor, B; 0: 5, or as many as the budget needs"

@@ -31,7 +31,9 @@ GAP_SECONDS = 10.0
 
 
 class Expiry:
-    """Close the work of late or silent devices. longest_pause: between polls without work, seconds."""
+    """Close the work of late or silent devices. longest_pause: returns the longest time
+    between two polls of an idle device, in seconds.
+    """
 
     def __init__(
         self, store: Store, clock: Callable[[], float], last_seen: LastSeen, longest_pause: Callable[[], float]

@@ -96,7 +96,8 @@ class Blobs(ABC):
     def retain(self, prefix: str, keep: Iterable[str], found: Iterable[str] | None = None) -> None:
         """Remove the blobs in the folder ``prefix`` except those to keep.
 
-        found: the keys listed before ``keep`` was determined, if others may have written since.
+        found: the keys to consider, by default all. If other processes may write, list them before ``keep`` is
+        determined, so that newer blobs stay.
         """
         keep = set(keep)
         for key in self.keys(prefix) if found is None else found:

@@ -23,7 +23,7 @@ _WIDTH = get_args(InputError).index
 
 
 def widest(errors: Iterable[InputError]) -> InputError:
-    """Return the largest of the input errors."""
+    """Return the widest requirement, in the order none, active, all; none if there are none."""
     return max(errors, key=_WIDTH, default="none")
 
 
@@ -80,7 +80,7 @@ class State:
     statistics: set[str] = field(default_factory=set)
 
     def of(self, argument: Any) -> Value | None:
-        """Return the Value of an argument that is one tensor."""
+        """Return the Value of an argument; None unless it is a single traced tensor."""
         value = self.values.get(argument) if isinstance(argument, fx.Node) else None
         return value if isinstance(value, Value) else None
 

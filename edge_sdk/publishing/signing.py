@@ -154,5 +154,5 @@ def _private_key_type() -> type[Ed25519PrivateKey]:
     try:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     except ImportError:
-        raise MissingPart("publications are signed with cryptography: pip install 'sparrow-fl[publish]'") from None
+        raise MissingPart("signing needs the package cryptography: pip install 'sparrow-fl[publish]'") from None
     return Ed25519PrivateKey

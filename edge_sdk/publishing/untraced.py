@@ -83,7 +83,7 @@ def _statistics(model: nn.Module, frozen: Collection[str]) -> set[str]:
             continue
         if name not in frozen and not torch.isfinite(tensor).all():
             raise UnsupportedLayer(
-                f"{name}: a buffer with infinite entries, which would look like a diverged model; register it with "
+                f"{name}: this buffer contains NaN or infinity, as a diverged model would; register it with "
                 "persistent=False"
             )
         found.add(name)

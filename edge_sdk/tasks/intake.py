@@ -124,7 +124,7 @@ class Fitted:
         return len(self.source) if self._length is None else self._length
 
     def converted(self, pair: Pair) -> Pair | None:
-        """Return a batch of the user's own loader, converted. Raises BadArgument if it does not fit the model."""
+        """Convert a batch from the user's loader; None if it is empty. Raises BadArgument if it does not fit."""
         found = self.source.converted(pair) if isinstance(self.source, Fitted) else pair
         return None if found is None else self._fit.pair(found, "")
 

@@ -261,7 +261,9 @@ def shifted(own: Index, union: Index, *, seed: int, device: int, degree: float) 
 
 def _check(labels: Array, of: int, minimum: int) -> None:
     if of < 1 or minimum < 0:
-        raise BadOption(f"{of} devices of at least {minimum} samples each; give at least 1 device and 0 samples")
+        raise BadOption(
+            f"{of} devices with at least {minimum} samples each; use 1 device or more, and 0 samples or more"
+        )
     if of * minimum > len(labels):
         raise DataError(f"{len(labels)} samples cannot give {of} devices {minimum} each; use fewer devices")
 

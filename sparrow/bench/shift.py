@@ -89,9 +89,9 @@ def read_finished(server: str, federation: str, folder: Path, engine: EngineName
 
 
 def check_test_sets(plan: Plan, task: str, seed: int, texts: Sequence[str]) -> None:
-    """Load the first device's task on each test set, to report errors before the training.
+    """Load the first device's task on each test set, to report errors before training.
 
-    texts: texts of ``Plan.data``. Raises DataError if data cannot be read.
+    texts: the value of ``Plan.data`` for each test set. Raises DataError if data cannot be read.
     """
     for text in texts:
         load_task(task, replace(plan, data=text).data_of(0), device=plan.name(0), seed=seed, batch_size=1)

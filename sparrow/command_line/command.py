@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse known arguments, and repeated positional ones on every Python version."""
+        """Parse known arguments, also positional ones with ``nargs="*"`` that follow an option."""
         self._words = list(sys.argv[1:] if args is None else args)
         found, left = super().parse_known_args(self._words, namespace)
         # Before Python 3.12.7 a positional argument with nargs="*" stays empty if an option precedes its words.

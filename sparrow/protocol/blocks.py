@@ -74,7 +74,9 @@ class BlockTable:
         that inactive ones need not be computed. Raises ValueError if ``count`` or the share is out of range."""
         share = 1 / count if smallest_share is None and count > 0 else smallest_share
         if count < 1 or share is None or not 0 < share <= 1:
-            raise ValueError(f"{count} blocks of which the first holds {share}: give at least 1, and a share in (0, 1]")
+            raise ValueError(
+                f"{count} blocks, the first with a share of {share}: use at least 1 block, and a share in (0, 1]"
+            )
         tensors = {}
         for name, shape in shapes.items():
             sizes = split(math.prod(shape), count, share)

@@ -491,7 +491,7 @@ def _decode_mask(
     try:
         description = json.loads(text)
     except (ValueError, RecursionError):
-        raise BundleError("the mask's description is not JSON; encode with protocol.bundle") from None
+        raise BundleError("the mask's description is not JSON; encode with sparrow.protocol.bundle") from None
     try:
         return _mask_of(description, manifest, data, known)
     except ManifestError as error:

@@ -154,6 +154,7 @@ COUNTED = MULTIPLYING | {
 """Layer kinds with known FLOPs: each matrix is multiplied once per position."""
 
 InputError = Literal["none", "active", "all"]
+"""The part of the gradient of a layer's input that a training step needs: none, that of active values, or all."""
 
 
 class Layer(Record):

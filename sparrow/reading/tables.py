@@ -324,8 +324,8 @@ class _Reading:
             return np.zeros(len(self._inputs), np.bool_)
         if self._options.missing != "drop":
             raise self._error(
-                f"{self._here(self._people.firsts[empty], place)}the person is missing; add it, leave such rows out: "
-                f"missing=drop, or the column: drop={self._table.names[place]}"
+                f"{self._here(self._people.firsts[empty], place)}there is no value in the column of persons; fill it "
+                f"in, skip such rows with missing=drop, or ignore the column with drop={self._table.names[place]}"
             )
         found: NDArray[np.bool_] = self._people.codes() == empty
         return found

@@ -347,7 +347,12 @@ def _options(parser: Parser) -> None:
     )
     parser.add_argument("--workers", type=int, help="number of cores, with --ray (default: all)")
     keep = parser.add_mutually_exclusive_group()
-    keep.add_argument("--state-dir", type=Path, metavar="DIR", help="folder of the devices' state, to continue later")
+    keep.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep the devices' state in this folder, so that a later run can continue",
+    )
     keep.add_argument("--memory", action="store_true", help="keep state in memory and discard it at the end")
     add_wait(parser, None)
     tls.add_options(parser)

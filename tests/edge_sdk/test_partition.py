@@ -55,7 +55,7 @@ def test_one_device_gets_everything():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"of": 0}, "at least 1 device"),
+        ({"of": 0}, "1 device or more"),
         ({"alpha": 0.0}, "alpha is 0"),
         ({"alpha": float("inf")}, "alpha is inf"),
         ({"of": 61}, "use fewer devices"),

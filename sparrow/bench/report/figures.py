@@ -24,7 +24,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Group:
-    """The trials at one point of the axes: label -> its trials in the order of the experiment's seeds."""
+    """The trials with the same values of the experiment's axes. trials: label -> trials in the order of the seeds."""
 
     title: str
     trials: dict[str, tuple[Recorded, ...]]
