@@ -254,7 +254,7 @@ def is_enough(db: Session, federation: Federation) -> bool:
     count = db.scalar(select(func.count()).where(*enrolled)) or 0
     if not federation.round:
         return count >= least
-    return (db.scalar(select(func.count()).where(*enrolled, Device.present)) or 0) >= min(least, count)
+    return (db.scalar(select(func.count()).where(*enrolled, Device.present)) or 0) >= max(1, min(least, count))
 
 
 def why_over(db: Session, federation: Federation) -> str | None:

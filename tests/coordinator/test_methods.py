@@ -464,6 +464,8 @@ def test_adapting_that_was_open_when_the_federation_went_on_is_forgotten(coordin
     coordinator.rounds.advance()
     assert next_assignment(coordinator, coordinator.device("b").device_id).assignment.kind is Kind.adapt
     coordinator.reopen(2)
+    for name in ("a", "b"):
+        next_assignment(coordinator, coordinator.device(name).device_id)
     coordinator.rounds.advance()
     assert next_assignment(coordinator, coordinator.device("b").device_id).assignment.kind is Kind.train
 

@@ -95,7 +95,8 @@ def test_the_device_starts_with_the_options_of_its_file(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (Exit.UNREACHABLE, "")
     assert "does not answer" in done.stderr
-    assert (tmp_path / "sparrow" / "device").is_dir()
+    # Nothing is stored before the device has enrolled.
+    assert not (tmp_path / "sparrow" / "device").exists()
 
 
 def test_the_coordinator_starts_with_the_settings_of_its_file(tmp_path):

@@ -224,11 +224,8 @@ def test_a_client_reads_federations_rounds_devices_reports_and_models(coordinato
     assert onnxruntime.InferenceSession(client.model("default", str(tmp_path / "global.onnx")))
     assert client.change("default", rounds=3).rounds == 3
     assert client.change("default", action="reopen").status.value == "waiting"
-    with pytest.raises(WrongState):
-        client.delete("default")
     client.revoke(device.device_id)
     assert client.devices("default")[0].status == "revoked"
-    wait_until(lambda: client.federation("default").status.value != "running", "the end, as no device is left")
     client.delete("default")
     assert client.federations() == []
 

@@ -311,6 +311,8 @@ async function data() {
 // --- taking part -------------------------------------------------------------------------------------------------------
 
 async function join(given) {
+  // A loop that has failed may still hand its work back.
+  if (state.phase === "failed") await running;
   if (running) return;
   joining ??= begin(given).finally(() => (joining = null));
   await joining;
