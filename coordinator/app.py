@@ -56,7 +56,7 @@ from .rounds.dispatch import Ask, Asked, Dispatch
 from .rounds.engine import Rounds
 from .rounds.intake import DecodedUpdates
 from .rounds.last_seen import LastSeen
-from .settings import Settings, keys_of
+from .settings import Settings
 from .storage.database import BUSY_SECONDS, check_revision
 from .storage.store import Store
 from .web.steps import Steps
@@ -113,7 +113,7 @@ class Coordinator:
         assert clock is not None, "one of the two"
         self.metrics = Metrics()
         self.metrics.measure(self.store)
-        self.metrics.observe_records(self.store, clock, keys_of(settings.metric_tags))
+        self.metrics.observe_records(self.store, clock, sorted(settings.metric_keys))
         self.metrics.observe_disk(settings.data_dir, settings.min_free_bytes)
         self.progress = Progress()
         self.metrics.observe_rounds(self.progress.seconds, lambda: self.store.moves_now)

@@ -34,11 +34,6 @@ SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UD
 """Variables of Kubernetes and Docker for a service named ``coordinator``, except the address in ``PORT``."""
 
 
-def keys_of(text: str) -> list[str]:
-    """Return the keys of tags that are listed with commas between."""
-    return [key.strip() for key in text.split(",") if key.strip()]
-
-
 class Settings(BaseSettings):
     """The settings: data folder, tokens, limits, and the federation of the first start."""
 
@@ -182,7 +177,7 @@ class Settings(BaseSettings):
     @field_validator("metric_tags")
     @classmethod
     def _tag_keys(cls, text: str) -> str:
-        for key in keys_of(text):
+        for key in sorted(_listed(text)):
             if not re.fullmatch(KEY, key):
                 raise ValueError(f"{key!r} cannot be a tag's key; use keys such as board,site")
         return text
@@ -249,6 +244,11 @@ class Settings(BaseSettings):
                 "COORDINATOR_DEVICE_TOKEN_ROTATION_DAYS to a shorter time above 0"
             )
         return self
+
+    @property
+    def metric_keys(self) -> frozenset[str]:
+        """The keys of ``metric_tags``."""
+        return _listed(self.metric_tags)
 
     def tokens(self) -> dict[Kind, str]:
         """Return the configured operators' tokens by kind."""

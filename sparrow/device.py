@@ -93,7 +93,7 @@ def _remove(options: argparse.Namespace, transport: Transport, device: DeviceInf
 def _tag(options: argparse.Namespace, transport: Transport, device: DeviceInfo) -> None:
     change = ChangeDevice(set_tags={key: value or None for key, value in options.tags})
     transport.change_device(device.device_id, change)
-    (after,) = (each for each in transport.devices(options.federation) if each.device_id == device.device_id)
+    after = transport.device(device.device_id).device
     print(json.dumps(after.tags) if options.json else f"{printable(after.name)}: {tags_of(after) or 'no tags'}")
 
 

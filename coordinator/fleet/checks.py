@@ -13,12 +13,23 @@ from sparrow.protocol.manifest import Manifest
 from sparrow.protocol.secure.groups import choose_sharing, least_cell, smallest_cohort
 from sparrow.protocol.secure.numbers import Scale
 from sparrow.protocol.settings import FederationSettings
+from sparrow.protocol.tags import BadSelection, Selection
 
 from ..errors import BadContent, NoSuchMethod, UnknownMethod
 from ..methods import AS_ASSIGNED, CoordinatorMethod, load_method, why_mean_only, why_not_buffered, why_not_private
 from ..rounds.intake import clips_relatively
 from ..rounds.privacy import epsilon
 from ..sums.robust import ACCIDENT, fewest
+
+
+def selection_of(text: str, settings: FederationSettings) -> Selection:
+    """Return a selection of a federation's devices. Raises BadContent for tags that the federation does not list."""
+    try:
+        selection = Selection.parse(text)
+        selection.check(settings.tags)
+    except BadSelection as error:
+        raise BadContent(f"where: {error}") from None
+    return selection
 
 
 def completed(settings: FederationSettings) -> FederationSettings:

@@ -15,14 +15,14 @@ from sqlalchemy.orm import Session
 
 from sparrow.command_line.nearest import nearest
 from sparrow.protocol.messages import CreateToken, MadeToken, TokenInfo
-from sparrow.protocol.tags import BadSelection, Selection
 
 from ..clock import iso
-from ..errors import BadContent, NotAuthenticated, NotFound
+from ..errors import NotAuthenticated, NotFound
 from ..models.global_models import settings_of
 from ..storage.store import Store
 from ..storage.tables import Federation, Token
 from .access import Holder, Kind, Tokens, new_secret, new_token
+from .checks import selection_of
 from .federations import find
 from .sessions import Sessions
 
@@ -88,7 +88,7 @@ def create(
     if wanted.federation is not None:
         federation = _named(db, wanted.federation)
         federation_id = federation.id
-        _check_where(wanted.where, federation)
+        selection_of(wanted.where, settings_of(federation))
     secret = secret or new_secret(wanted.kind)
     token = new_token(
         wanted.kind,
@@ -153,13 +153,6 @@ def describe(token: Token, federation: str | None, now: float) -> TokenInfo:
         made_by=token.made_by,
         note=token.note,
     )
-
-
-def _check_where(text: str, federation: Federation) -> None:
-    try:
-        Selection.parse(text).check(settings_of(federation).tags)
-    except BadSelection as error:
-        raise BadContent(f"where: {error}") from None
 
 
 def _named(db: Session, name: str) -> Federation:

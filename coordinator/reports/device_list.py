@@ -28,10 +28,10 @@ from sparrow.protocol.messages import (
     Receipt,
     UpdateReport,
 )
-from sparrow.protocol.tags import BadSelection, Selection
 
 from ..clock import iso
-from ..errors import BadContent, NotFound, read_stored
+from ..errors import NotFound, read_stored
+from ..fleet.checks import selection_of
 from ..fleet.federations import find
 from ..models.global_models import settings_of
 from ..rounds.assignments import COHORT_KINDS, JUDGING_KINDS
@@ -112,7 +112,7 @@ class DeviceLists:
             if query.only is not None:
                 those.append(ONLY[query.only])
             if query.where:
-                those.append(selected(_selection(federation, query.where)))
+                those.append(selected(selection_of(query.where, settings_of(federation))))
             total = db.scalar(select(func.count()).select_from(Device).where(*those)) or 0
             alone = alone_accuracy(federation)
             column = {**_COLUMNS, "doing": doing, "gain": Device.accuracy - alone}[query.order.removeprefix("-")]
@@ -170,15 +170,6 @@ class DeviceLists:
         if federation.status in ENDED:
             heard_before = min(heard_before, federation.finished_at or 0.0)
         return doing_of(federation, now, heard_before)
-
-
-def _selection(federation: Federation, text: str) -> Selection:
-    try:
-        selection = Selection.parse(text)
-        selection.check(settings_of(federation).tags)
-    except BadSelection as error:
-        raise BadContent(f"where: {error}") from None
-    return selection
 
 
 def doing_of(federation: Federation, now: float, heard_before: float) -> ColumnElement[str]:

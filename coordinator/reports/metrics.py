@@ -255,7 +255,8 @@ class _Records(Collector):
                 spent = _privacy(db, federation, settings)
                 if spent is not None:
                     privacy.add_metric([federation.name, f"{spent.delta:g}"], spent.epsilon)
-            tagged = self._tagged(db, federations)
+            # Read before the transaction ends.
+            tagged = list(self._tagged(db, federations))
         return [rounds, devices, waiting, accuracy, still, deadlines, privacy, *tagged]
 
     def _tagged(self, db: Session, federations: Mapping[int, Federation]) -> Iterator[Metric]:

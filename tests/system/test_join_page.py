@@ -465,13 +465,19 @@ def test_another_name_is_taken_where_the_first_was_not_free(coordinator, open_pa
     assert {each["name"] for each in coordinator.get("/v1/federations/lab/devices").json()} == {"free", "taken"}
 
 
-def test_a_device_whose_federation_was_deleted_can_be_forgotten(coordinator, open_page):
-    coordinator.create("lab", **ALONE, rounds=1, local_epochs=5)
+def taken_part(coordinator, open_page, local_epochs):
+    """A page, and the finger of its user, after a federation of one round that it alone took part in."""
+    coordinator.create("lab", **ALONE, rounds=1, local_epochs=local_epochs)
     page = open_page(f"{coordinator.url}/join/lab", **PHONE)
     finger = Finger(page)
     finger.give([0, 1] * 6, np.random.default_rng(7))
     finger.press("Take part")
     phase(page, "finished")
+    return page, finger
+
+
+def test_a_device_whose_federation_was_deleted_can_be_forgotten(coordinator, open_page):
+    page, finger = taken_part(coordinator, open_page, 5)
     coordinator.http.delete("/v1/federations/lab").raise_for_status()
     coordinator.create("lab", **ALONE)
     page.reload()

@@ -10,7 +10,7 @@ import pytest
 from . import browsers
 from .browsers import persistent, playwright
 from .conftest import wait_until
-from .test_join_page import ALONE, FIGURES, PHONE, Finger, phase, tried_again
+from .test_join_page import ALONE, FIGURES, Finger, phase, taken_part, tried_again
 
 browser, open_page = browsers.browser, browsers.open_page
 expect = playwright.expect
@@ -28,12 +28,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture
 def trained(coordinator, open_page):
     """A page whose device has taken part in a federation that has ended."""
-    coordinator.create("lab", **ALONE, rounds=1, local_epochs=50)
-    page = open_page(f"{coordinator.url}/join/lab", **PHONE)
-    finger = Finger(page)
-    finger.give([0, 1] * 6, np.random.default_rng(7))
-    finger.press("Take part")
-    phase(page, "finished")
+    page, _ = taken_part(coordinator, open_page, 50)
     expect(page.locator("#offline")).to_contain_text("opens without a network")
     wait_until(lambda: page.evaluate(KEPT), "the runtime in its cache")
     yield page

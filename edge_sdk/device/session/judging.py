@@ -138,7 +138,7 @@ class Judging(Learning):
         found = self._validate_sound(tensors)
         changed = dict[str, object]()
         choice = None if found is None else self._judged_now(best, best.round, found)
-        if best.data != self._data:
+        if self._has_new_data:
             new = NewData(round=best.round, before=best.validation, after=found)
             changed = {"new_data": new, "accuracy_before": None, "validation_before": None, "validation_global": None}
             last = None if self.personal is None or self.personal is tensors else self._validate_sound(self.personal)
